@@ -1,0 +1,215 @@
+"""One side of a transfer: where every rank of a world keeps every canonical tensor.
+
+A world of 256 ranks holds millions of boxes, nearly all of them alike. So a placement answers two questions lazily:
+what does this rank hold (`local`), and who holds this tensor (`sharding`). Tensors that are held alike share one
+`Sharding` object, which the planner uses as a cache key.
+"""
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from rlite.layout.boxes import Box, Index, LocalLayout, LocalTensor, Region
+from rlite.layout.catalogue import CanonicalTensor
+from rlite.layout.cuts import Cut, Segment
+
+
+class Shard(NamedTuple):
+    """Ranks that each hold canonical elements `[start, stop)`."""
+
+    ranks: tuple[int, ...]
+    start: Index
+    stop: Index
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sharding:
+    """Who holds a canonical tensor. Compared by identity: equal patterns are one object within a placement."""
+
+    shards: tuple[Shard, ...]
+
+
+class Placement(Protocol):
+    """What the planner asks a side."""
+
+    world_size: int
+    tensors: Mapping[str, CanonicalTensor]
+
+    def dtype(self, name: str) -> str:
+        """Torch name of the dtype in which this side stores the tensor."""
+        ...
+
+    def sharding(self, name: str) -> Sharding:
+        """All boxes of the tensor, over all ranks."""
+        ...
+
+    def local(self, rank: int) -> LocalLayout:
+        """All boxes of the rank, over all tensors."""
+        ...
+
+
+class ExplicitPlacement:
+    """A placement from the layouts of all ranks, written out."""
+
+    def __init__(self, layouts: Sequence[LocalLayout], tensors: Mapping[str, CanonicalTensor]) -> None:
+        self.world_size = len(layouts)
+        self.tensors = tensors
+        self._layouts = layouts
+        self._dtypes: dict[str, str] = {}
+        shards: dict[str, dict[tuple[Index, Index], set[int]]] = defaultdict(lambda: defaultdict(set))
+        for rank, layout in enumerate(layouts):
+            dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
+            for box in layout.boxes:
+                self._check(box, dtypes[box.local], rank)
+                shards[box.tensor][box.start, box.stop].add(rank)
+        self._shardings = {
+            name: Sharding(tuple(Shard(tuple(sorted(ranks)), *region) for region, ranks in boxes.items()))
+            for name, boxes in shards.items()
+        }
+
+    def _check(self, box: Box, dtype: str, rank: int) -> None:
+        if box.tensor not in self.tensors:
+            raise ValueError(
+                f"rank {rank}: local tensor {box.local} holds {box.tensor}, which is not a canonical tensor"
+            )
+        shape = self.tensors[box.tensor].shape
+        if len(box.stop) != len(shape) or any(b > size for b, size in zip(box.stop, shape, strict=True)):
+            raise ValueError(f"rank {rank}: {box.tensor} box {box.start}..{box.stop} leaves the shape {shape}")
+        known = self._dtypes.setdefault(box.tensor, dtype)
+        if known != dtype:
+            raise ValueError(f"rank {rank}: {box.tensor} is {dtype} here and {known} on a lower rank")
+
+    def dtype(self, name: str) -> str:
+        return self._dtypes[name]
+
+    def sharding(self, name: str) -> Sharding:
+        return self._shardings.get(name, _NOBODY)
+
+    def local(self, rank: int) -> LocalLayout:
+        return self._layouts[rank]
+
+
+_NOBODY = Sharding(())
+
+
+class Slot(NamedTuple):
+    """Ranks that hold part `index` of `size`, under the rule named `role`."""
+
+    ranks: tuple[int, ...]
+    index: int
+    size: int
+    role: str
+
+
+class Rule(NamedTuple):
+    """How a side stores the tensors of one role."""
+
+    local: str
+    """Name of the local tensor, relative to its layer."""
+    axis: str
+    """`all`: replicated; `tp`; `expert`: whatever the side does with experts."""
+    cut: Cut
+    stacked: bool = False
+    """Whether experts lie behind each other in a leading dim."""
+
+
+class RuledPlacement(ABC):
+    """A placement that follows from a table of rules, one for each role."""
+
+    def __init__(
+        self, tensors: Mapping[str, CanonicalTensor], rules: Mapping[str, Rule], *, world_size: int, dtype: str
+    ) -> None:
+        self.tensors = tensors
+        self.rules = rules
+        self.world_size = world_size
+        self._dtype = dtype
+        self._slots_by_key: dict[Hashable, tuple[Slot, ...]] = {}
+        self._own_slots: dict[Hashable, tuple[Slot, ...]] = {}
+        self._shardings: dict[Hashable, Sharding] = {}
+
+    padded_rows: Mapping[str, int] = {}
+    """Rows, over all ranks, of the tensors of a role whose vocabulary is padded."""
+
+    @abstractmethod
+    def slot_key(self, tensor: CanonicalTensor) -> Hashable:
+        """Equal for tensors that the same ranks hold in the same way."""
+
+    @abstractmethod
+    def slots(self, tensor: CanonicalTensor) -> tuple[Slot, ...]:
+        """Every part of the tensor and the ranks that hold it."""
+
+    @abstractmethod
+    def locate(self, tensor: CanonicalTensor, rule: Rule) -> tuple[str, int | None]:
+        """Full name of the local tensor and, when experts are stacked there, the position of this one."""
+
+    def dtype(self, name: str) -> str:
+        return self.tensors[name].dtype or self._dtype
+
+    def sharding(self, name: str) -> Sharding:
+        tensor = self.tensors[name]
+        key = (self.slot_key(tensor), tensor.shape)
+        if key not in self._shardings:
+            shards = [
+                Shard(slot.ranks, *_region(tensor, segment))
+                for slot in self._cached_slots(tensor)
+                for segment in self.rules[slot.role].cut(tensor, slot.index, slot.size)
+            ]
+            self._shardings[key] = Sharding(tuple(shards))
+        return self._shardings[key]
+
+    def local(self, rank: int) -> LocalLayout:
+        boxes: list[Box] = []
+        shapes: dict[str, Index] = {}
+        dtypes: dict[str, str] = {}
+        padding: list[Region] = []
+        for tensor in self.tensors.values():
+            for slot in self._slots_of(tensor, rank):
+                local, new_boxes = self._boxes(tensor, slot)
+                boxes.extend(new_boxes)
+                shape = shapes.get(local, (0,) * len(tensor.shape))
+                for box in new_boxes:
+                    shape = tuple(map(max, box.local_stop, shape)) if any(shape) else box.local_stop
+                if slot.role in self.padded_rows:
+                    shape = (self.padded_rows[slot.role] // slot.size, *tensor.shape[1:])
+                    padding.extend(_padding(local, new_boxes, shape))
+                shapes[local] = shape
+                dtypes[local] = self.dtype(tensor.name)
+        tensors = tuple(LocalTensor(name, shape, dtypes[name]) for name, shape in shapes.items())
+        return LocalLayout(tensors, tuple(boxes), tuple(padding))
+
+    def _boxes(self, tensor: CanonicalTensor, slot: Slot) -> tuple[str, list[Box]]:
+        rule = self.rules[slot.role]
+        local, position = self.locate(tensor, rule)
+        lead = () if position is None else (position,)
+        boxes = []
+        for segment in rule.cut(tensor, slot.index, slot.size):
+            local_start = tuple(segment.local_start if d == segment.dim else 0 for d in range(len(tensor.shape)))
+            boxes.append(Box(tensor.name, *_region(tensor, segment), local, lead + local_start))
+        return local, boxes
+
+    def _cached_slots(self, tensor: CanonicalTensor) -> tuple[Slot, ...]:
+        key = self.slot_key(tensor)
+        if key not in self._slots_by_key:
+            self._slots_by_key[key] = self.slots(tensor)
+        return self._slots_by_key[key]
+
+    def _slots_of(self, tensor: CanonicalTensor, rank: int) -> tuple[Slot, ...]:
+        key = (self.slot_key(tensor), rank)
+        if key not in self._own_slots:
+            self._own_slots[key] = tuple(slot for slot in self._cached_slots(tensor) if rank in slot.ranks)
+        return self._own_slots[key]
+
+
+def _region(tensor: CanonicalTensor, segment: Segment) -> tuple[Index, Index]:
+    dims = range(len(tensor.shape))
+    start = tuple(segment.start if d == segment.dim else 0 for d in dims)
+    stop = tuple(segment.stop if d == segment.dim else tensor.shape[d] for d in dims)
+    return start, stop
+
+
+def _padding(local: str, boxes: Sequence[Box], shape: Index) -> list[Region]:
+    """Rows behind the last real one."""
+    used = max((box.local_stop[0] for box in boxes), default=0)
+    return [Region(local, (used, *(0 for _ in shape[1:])), shape)] if used < shape[0] else []
