@@ -1,0 +1,122 @@
+"""Freeing and allocating what a vLLM engine holds on its device, between rollouts.
+
+On CPU vLLM cannot sleep, so storages are resized in place and the KV cache is planned anew for every budget. On CUDA
+and NPU vLLM's own sleep mode does it (level 2: nothing is copied); there the KV cache keeps the size planned at start.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlite.rollout.config import VLLMConfig
+
+_MLA_DERIVED = ("W_UK_T", "W_UV")
+
+
+def mla_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Attention layers that hold matrices computed from `kv_b_proj` (the absorbed projections of MLA)."""
+    return [module for module in model.modules() if hasattr(module, "kv_b_proj") and hasattr(module, "W_UK_T")]
+
+
+def weight_tensors(model: torch.nn.Module) -> list[Tensor]:
+    """Parameters, and what is derived from them."""
+    derived = [getattr(layer, name).data for layer in mla_layers(model) for name in _MLA_DERIVED]
+    return [*(parameter.data for parameter in model.parameters()), *derived]
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class CPUEngineMemory:
+    """Resizes storages; `core` is vLLM's in-process `EngineCore`."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._runner = core.model_executor.driver_worker.worker.model_runner
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+
+    def release(self) -> None:
+        tensors = weight_tensors(self._runner.model)
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        self._asleep = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._asleep:
+            storage.resize_(0)
+        if self._runner.kv_caches:
+            self._release_kv_cache()
+
+    def wake_weights(self) -> None:
+        for storage, size_bytes in self._asleep:
+            storage.resize_(size_bytes)
+        self._asleep = []
+
+    def wake_kv_cache(self, budget_bytes: int | None) -> None:
+        """Plans the number of blocks for `budget_bytes` and builds cache and scheduler for it, as `EngineCore` does."""
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        config = self._core.vllm_config
+        planned_bytes = config.cache_config.kv_cache_memory_bytes
+        if budget_bytes is not None:
+            config.cache_config.kv_cache_memory_bytes = budget_bytes
+        try:
+            kv_cache_config = self._core._initialize_kv_caches(config)
+        except ValueError as error:
+            config.cache_config.kv_cache_memory_bytes = planned_bytes
+            self._release_kv_cache()
+            raise ValueError(
+                f"rollout: a KV cache of {budget_bytes or planned_bytes} bytes cannot serve max_model_len = "
+                f"{config.model_config.max_model_len}. Free more memory before generation or lower max_model_len. "
+                f"vLLM says: {error}"
+            ) from error
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+        self._core.scheduler = config.scheduler_config.get_scheduler_cls()(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config,
+            structured_output_manager=self._core.structured_output_manager,
+            log_stats=self._core.log_stats,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+        self._core._initialize_effective_attention_block_size()
+
+    def kv_cache_bytes(self) -> int:
+        return storage_bytes(list(self._runner.kv_caches))
+
+    def _release_kv_cache(self) -> None:
+        self._runner._cleanup_profiling_kv_cache()
+        # The scheduler would keep a block pool for memory that is gone; a new one is built with the next cache.
+        self._core.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+class PooledEngineMemory:
+    """vLLM's sleep mode on CUDA and NPU. Addresses stay reserved, so captured graphs survive. Not run yet."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def release(self) -> None:
+        self._llm.sleep(level=2)
+
+    def wake_weights(self) -> None:
+        self._llm.wake_up(tags=["weights"])
+
+    def wake_kv_cache(self, budget_bytes: int | None) -> None:
+        planned_bytes = storage_bytes(list(self._runner.kv_caches))
+        if budget_bytes is not None and budget_bytes < planned_bytes:
+            raise ValueError(
+                f"rollout: the KV cache was planned with {planned_bytes} bytes and only {budget_bytes} are free now; "
+                "on this device vLLM cannot shrink it. Lower rollout.engine.kv_cache_memory_bytes, or offload more."
+            )
+        self._llm.wake_up(tags=["kv_cache"])
+
+    def kv_cache_bytes(self) -> int:
+        return storage_bytes(list(self._runner.kv_caches))
+
+
+def pooled_llm_args(config: VLLMConfig) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` on CUDA and NPU. Triton's expert kernels keep the layout that is written in place."""
+    return {"enable_sleep_mode": True, **({} if "moe_backend" in config.extra else {"moe_backend": "triton"})}
