@@ -1,0 +1,116 @@
+"""The only place that asks which device this run uses: CPU, CUDA or Ascend NPU.
+
+Everything is a thin forward to torch; on the CPU the memory calls answer from the process' resident set.
+"""
+
+import contextlib
+import importlib.util
+from contextlib import AbstractContextManager
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class DeviceKind(StrEnum):
+    """Where tensors of a run live."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    NPU = "npu"
+
+    @property
+    def backend(self) -> str:
+        """Backend string for `torch.distributed.init_process_group`; CPU tensors always travel over gloo."""
+        return {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[self.value]
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self is not DeviceKind.CPU
+
+
+def detect_device_kind() -> DeviceKind:
+    """The best device of this machine: CUDA, then NPU (needs the `torch_npu` package), then CPU."""
+    if torch.cuda.is_available():
+        return DeviceKind.CUDA
+    if importlib.util.find_spec("torch_npu") is not None:
+        importlib.import_module("torch_npu")
+        if torch.npu.is_available():
+            return DeviceKind.NPU
+    return DeviceKind.CPU
+
+
+def local_device(kind: DeviceKind, local_rank: int = 0) -> torch.device:
+    """The device of a local rank, made current on accelerators."""
+    if kind is DeviceKind.CPU:
+        return torch.device("cpu")
+    _runtime(kind).set_device(local_rank)
+    return torch.device(kind.value, local_rank)
+
+
+def _runtime(kind: DeviceKind) -> Any:
+    """`torch.cuda` or `torch.npu`."""
+    return getattr(torch, kind.value)
+
+
+def allocated_bytes(kind: DeviceKind) -> int:
+    """Bytes held by live tensors; on the CPU the resident set of this process."""
+    return _resident_bytes() if kind is DeviceKind.CPU else int(_runtime(kind).memory_allocated())
+
+
+def peak_bytes(kind: DeviceKind) -> int:
+    """Most bytes held since `reset_peak`; on the CPU the current resident set (its peak cannot be reset)."""
+    return _resident_bytes() if kind is DeviceKind.CPU else int(_runtime(kind).max_memory_allocated())
+
+
+def free_bytes(kind: DeviceKind) -> int:
+    """Bytes that a new allocation could use right now, on the whole device (or host)."""
+    if kind is DeviceKind.CPU:
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    return int(_runtime(kind).mem_get_info()[0])
+
+
+def reset_peak(kind: DeviceKind) -> None:
+    if kind.is_accelerator:
+        _runtime(kind).reset_peak_memory_stats()
+
+
+def empty_cache(kind: DeviceKind) -> None:
+    """Hand memory that the allocator caches back to the device, so that another allocator can take it."""
+    if kind.is_accelerator:
+        _runtime(kind).empty_cache()
+
+
+def synchronize(kind: DeviceKind) -> None:
+    if kind.is_accelerator:
+        _runtime(kind).synchronize()
+
+
+def host_buffer(num_bytes: int, kind: DeviceKind) -> Tensor:
+    """uint8 `[num_bytes]` on the host, page-locked where the device can copy from page-locked memory asynchronously."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=kind.is_accelerator)
+
+
+def new_stream(kind: DeviceKind) -> Any | None:
+    """A side stream for copies; `None` on the CPU, which has no streams."""
+    return _runtime(kind).Stream() if kind.is_accelerator else None
+
+
+def use_stream(stream: Any | None, kind: DeviceKind) -> AbstractContextManager[Any]:
+    """Context in which work is queued on `stream` (from `new_stream`)."""
+    return contextlib.nullcontext() if stream is None else _runtime(kind).stream(stream)
+
+
+def wait_stream(stream: Any | None, kind: DeviceKind) -> None:
+    """The current stream waits for everything queued on `stream` so far."""
+    if stream is not None:
+        _runtime(kind).current_stream().wait_stream(stream)
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,315 @@
+"""A Hugging Face `config.json` and a layout become a Megatron-core configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from rlite.layout.parallel import ParallelLayout
+from rlite.megatron.bootstrap import capabilities
+from rlite.megatron.options import MegatronOptions
+
+HfConfig = Mapping[str, Any]
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3", "qwen2", "llama", "mixtral")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What `build_policy` needs."""
+
+    transformer: TransformerConfig
+    gpt_kwargs: dict[str, Any]
+    """Arguments of `GPTModel` that do not depend on the pipeline stage."""
+    vocab_size: int
+    """Without padding."""
+    init_std: float
+
+
+def model_config(
+    hf_config: HfConfig,
+    layout: ParallelLayout,
+    *,
+    options: MegatronOptions,
+    params_dtype: torch.dtype = torch.float32,
+) -> ModelConfig:
+    """Megatron-core configuration of the model that `hf_config` describes.
+
+    MoE runs without dropping tokens, without auxiliary loss and with frozen router bias; dropout is 0.
+
+    Raises:
+        ValueError: an architecture or feature that Megatron-core would compute differently, or sizes that the layout
+            does not divide.
+    """
+    if hf_config.get("model_type") not in MODEL_TYPES:
+        raise ValueError(f"model_type = {hf_config.get('model_type')!r}: supported are {', '.join(MODEL_TYPES)}")
+    refuse_unsupported(hf_config)
+    validate_divisibility(hf_config, layout)
+    is_mla = hf_config["model_type"].startswith("deepseek")
+    fields = _common_fields(hf_config, params_dtype) | _layout_fields(layout) | _runtime_fields(options)
+    fields |= _mla_fields(hf_config) if is_mla else _gqa_fields(hf_config)
+    if num_experts(hf_config):
+        fields |= _moe_fields(hf_config) | {"moe_token_dispatcher_type": options.moe_dispatcher}
+    transformer = MLATransformerConfig(**fields) if is_mla else TransformerConfig(**fields)
+    return ModelConfig(
+        transformer=transformer,
+        gpt_kwargs=_gpt_kwargs(hf_config, layout),
+        vocab_size=hf_config["vocab_size"],
+        init_std=hf_config.get("initializer_range", 0.02),
+    )
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of `tp`."""
+    return -(-vocab_size // tp) * tp
+
+
+def num_experts(hf: HfConfig) -> int:
+    """Routed experts of a layer; 0 for a dense model."""
+    return hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts") or 0
+
+
+def rope_parameters(hf: HfConfig) -> dict[str, Any]:
+    """`rope_type`, `rope_theta` and scaling, from the current (`rope_parameters`) or the older keys."""
+    rope = dict(hf.get("rope_parameters") or {})
+    if "rope_theta" not in rope:
+        rope = {**(hf.get("rope_scaling") or {}), **rope, "rope_theta": hf.get("rope_theta", 10000.0)}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
+
+
+def _common_fields(hf: HfConfig, params_dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "num_attention_heads": hf["num_attention_heads"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf["model_type"] == "qwen2",
+        "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "bf16": params_dtype is torch.bfloat16,
+        # `initialize` draws the weights; the method still has to run, because it tags weights as tensor parallel.
+        "init_method": _keep,
+        "output_layer_init_method": _keep,
+        "embedding_init_method": _keep,
+    }
+
+
+def _keep(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "variable_seq_lengths": layout.pp > 1,
+        # Without it, Megatron-core 0.16.1 crosses the two neighbours' messages when pp = 2 (previous = next rank).
+        "overlap_p2p_comm": layout.vpp > 1,
+    }
+
+
+def _runtime_fields(options: MegatronOptions) -> dict[str, Any]:
+    has_te = capabilities().transformer_engine
+    recompute: dict[str, Any] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[options.recompute]
+    return recompute | {
+        "transformer_impl": "transformer_engine" if has_te else "local",
+        "use_cpu_initialization": not capabilities().device.is_accelerator,
+        # Gradients of partial losses are summed; nothing divides by tokens, micro-batches or data-parallel size.
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": has_te,
+        "apply_rope_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "batch_p2p_comm": False,
+        "batch_p2p_sync": False,
+    }
+
+
+def _gqa_fields(hf: HfConfig) -> dict[str, Any]:
+    heads = hf["num_attention_heads"]
+    return {
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+    }
+
+
+def _mla_fields(hf: HfConfig) -> dict[str, Any]:
+    rope = rope_parameters(hf)
+    fields = {
+        "q_lora_rank": hf.get("q_lora_rank"),
+        "kv_lora_rank": hf["kv_lora_rank"],
+        "qk_head_dim": hf["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
+        "v_head_dim": hf["v_head_dim"],
+        "rotary_base": float(rope["rope_theta"]),
+        "rotary_percent": 1.0,
+    }
+    if rope["rope_type"] != "yarn":
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope["factor"],
+        "mscale": rope.get("mscale", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+        "beta_fast": rope.get("beta_fast", 32),
+        "beta_slow": rope.get("beta_slow", 1),
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+    }
+
+
+def _moe_fields(hf: HfConfig) -> dict[str, Any]:
+    has_te = capabilities().transformer_engine
+    fields = {
+        "num_moe_experts": num_experts(hf),
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
+        "moe_layer_freq": moe_layers(hf),
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": has_te,
+        "moe_permute_fusion": has_te,
+        "moe_router_fusion": False,
+        # Softmax over the chosen experts == over all, renormalised; without renormalisation it comes before top-k.
+        "moe_router_pre_softmax": hf["model_type"] != "mixtral" and not hf.get("norm_topk_prob", False),
+    }
+    if hf["model_type"].startswith("deepseek"):
+        fields |= _deepseek_moe_fields(hf)
+    return fields
+
+
+def _deepseek_moe_fields(hf: HfConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0)}
+    if hf.get("n_shared_experts"):
+        fields["moe_shared_expert_intermediate_size"] = hf["moe_intermediate_size"] * hf["n_shared_experts"]
+    if (hf.get("n_group") or 1) > 1:
+        fields |= {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
+    if hf["model_type"] == "deepseek_v3":
+        fields |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_pre_softmax": False,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+        }
+    return fields
+
+
+def moe_layers(hf: HfConfig) -> list[int]:
+    """1 for every layer with experts, 0 for a dense one."""
+    layers = range(hf["num_hidden_layers"])
+    if hf["model_type"].startswith("deepseek"):
+        return [int(layer >= hf.get("first_k_dense_replace", 0)) for layer in layers]
+    if hf["model_type"] == "qwen3_moe":
+        dense, every = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+        return [int(layer not in dense and (layer + 1) % every == 0) for layer in layers]
+    return [1 for _ in layers]
+
+
+def _gpt_kwargs(hf: HfConfig, layout: ParallelLayout) -> dict[str, Any]:
+    rope = rope_parameters(hf)
+    kwargs = {
+        "vocab_size": padded_vocab_size(hf["vocab_size"], layout.tp),
+        "max_sequence_length": hf.get("max_position_embeddings", 2048),
+        "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
+        "position_embedding_type": "rope",
+        "rotary_base": rope["rope_theta"],
+    }
+    if rope["rope_type"] == "llama3":
+        kwargs |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    return kwargs
+
+
+def refuse_unsupported(hf: HfConfig) -> None:
+    """Raises ValueError for features that Megatron-core would silently compute in another way than transformers."""
+    model_type, rope = hf["model_type"], rope_parameters(hf)
+    llama3 = (rope.get("low_freq_factor"), rope.get("high_freq_factor"), rope.get("original_max_position_embeddings"))
+    allowed_rope = ("default", "yarn") if model_type.startswith("deepseek") else ("default", "llama3")
+    refusals = {
+        f"hidden_act = {hf.get('hidden_act')!r} (only 'silu')": hf.get("hidden_act", "silu") != "silu",
+        "attention_bias = true": bool(hf.get("attention_bias")),
+        "mlp_bias = true": bool(hf.get("mlp_bias")),
+        "use_sliding_window = true": bool(hf.get("use_sliding_window")),
+        "sliding_window with mixtral": model_type == "mixtral" and bool(hf.get("sliding_window")),
+        f"rope_type = {rope['rope_type']!r} (only {allowed_rope})": rope["rope_type"] not in allowed_rope,
+        f"llama3 rope with (low, high, original) = {llama3}; Megatron-core has (1, 4, 8192) built in": (
+            rope["rope_type"] == "llama3" and llama3 != (1.0, 4.0, 8192)
+        ),
+        "rope_interleave = false": model_type == "deepseek_v3" and not hf.get("rope_interleave", True),
+        "norm_topk_prob = false with deepseek_v3": model_type == "deepseek_v3" and not hf.get("norm_topk_prob", True),
+        "norm_topk_prob = true with deepseek_v2": model_type == "deepseek_v2" and bool(hf.get("norm_topk_prob")),
+    }
+    for feature, refused in refusals.items():
+        if refused:
+            raise ValueError(f"{model_type}: {feature} is not supported by the Megatron-core trainer")
+    _refuse_other_group_scores(hf)
+
+
+def _refuse_other_group_scores(hf: HfConfig) -> None:
+    if (hf.get("n_group") or 1) <= 1 or (hf["model_type"] == "deepseek_v2" and hf.get("topk_method") == "greedy"):
+        return
+    per_group, reference = hf["num_experts_per_tok"] // hf["topk_group"], 2 if hf["model_type"] == "deepseek_v3" else 1
+    if per_group != reference:
+        raise ValueError(
+            f"num_experts_per_tok // topk_group = {hf['num_experts_per_tok']} // {hf['topk_group']} = {per_group}: "
+            f"{hf['model_type']} scores a group by its best {reference} experts, Megatron-core by its best {per_group}"
+        )
+
+
+def validate_divisibility(hf: HfConfig, layout: ParallelLayout) -> None:
+    """Raises ValueError with the equation when the layout does not divide the model."""
+    is_mla = hf["model_type"].startswith("deepseek")
+    experts = num_experts(hf)
+    checks = [("num_attention_heads", hf["num_attention_heads"], "tp", layout.tp)]
+    if not is_mla:
+        kv_heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+        checks.append(("num_key_value_heads", kv_heads, "tp", layout.tp))
+    checks.append(("intermediate_size", hf["intermediate_size"], "tp", layout.tp))
+    if experts:
+        expert_size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
+        checks += [("number of experts", experts, "ep", layout.ep), ("expert size", expert_size, "etp", layout.etp)]
+        shared = (hf.get("n_shared_experts") or 0) * expert_size
+        checks.append(("shared expert size", shared, "tp", layout.tp))
+    elif layout.ep > 1:
+        raise ValueError(f"strategy.layout.ep = {layout.ep}: {hf['model_type']} has no experts, set ep = 1")
+    for name, size, axis, ranks in checks:
+        if size % ranks:
+            raise ValueError(f"strategy.layout.{axis} = {ranks} does not divide {name} = {size} ({hf['model_type']})")
+    _validate_stages(hf["num_hidden_layers"], layout)
+
+
+def _validate_stages(num_layers: int, layout: ParallelLayout) -> None:
+    fixed = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
+    stages, rest = layout.pp - len(fixed), num_layers - sum(fixed)
+    if layout.pp == 1 and fixed:
+        raise ValueError("strategy.layout.first_stage_layers / last_stage_layers need pp > 1")
+    pieces = max(stages, 0) * layout.vpp
+    if rest < 0 or (pieces == 0 and rest) or (pieces and rest % pieces):
+        raise ValueError(
+            f"strategy.layout: {num_layers} layers - {sum(fixed)} on the first/last stage = {rest} do not split "
+            f"evenly over {stages} stages * vpp {layout.vpp}; set first_stage_layers or last_stage_layers"
+        )

@@ -1,0 +1,162 @@
+"""Megatron's data-parallel wrapper and distributed optimizer, in the shape that Lightning expects of an optimizer."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from rlite.megatron.options import OptimizerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Global norm before clipping."""
+    applied: bool
+    """False when gradients were not finite."""
+
+
+def wrap_for_training(chunks: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
+    """Megatron's DistributedDataParallel around each chunk; weights and fp32 gradients move into flat buffers.
+
+    Replicas start from the weights of the first data-parallel rank. Gradients are summed over data-parallel ranks.
+    """
+    settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": False}
+    wrapped = torch.nn.ModuleList(
+        DistributedDataParallel(
+            chunk.config, DistributedDataParallelConfig(**settings), chunk, disable_bucketing=index > 0
+        )
+        for index, chunk in enumerate(chunks)
+    )
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def build_optimizer(chunks: Sequence[torch.nn.Module], config: OptimizerConfig) -> "McoreOptimizer":
+    """AdamW over wrapped chunks, its state sharded over data-parallel ranks (ZeRO-1), fp32 main weights for bf16."""
+    model = chunks[0].config
+    mcore_config = McoreOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=model.params_dtype is torch.bfloat16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=True,
+    )
+    return McoreOptimizer(get_megatron_optimizer(mcore_config, list(chunks), use_gloo_process_groups=False), config)
+
+
+class McoreOptimizer(torch.optim.Optimizer):
+    """Adapter: Lightning recognises optimizers by class and by attributes that Megatron's do not have.
+
+    `torch.optim.Optimizer.__init__` is not called on purpose: parameter groups and state belong to
+    Megatron's optimizer.
+    """
+
+    def __init__(self, mcore: MegatronOptimizer, config: OptimizerConfig) -> None:
+        self.mcore = mcore
+        self.config = config
+        self.defaults: dict[str, Any] = {}
+        self.last_step: StepResult | None = None
+        for group in self.param_groups:
+            group["lr"] = config.lr * config.lr_factor(0)
+
+    def __repr__(self) -> str:
+        return f"McoreOptimizer({type(self.mcore).__name__}, lr={self.config.lr})"
+
+    @property
+    def parts(self) -> list[MegatronOptimizer]:
+        """Megatron's optimizers that own parameters on this rank: dense and expert-parallel ones."""
+        chained = getattr(self.mcore, "chained_optimizers", [self.mcore])
+        return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.mcore.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.mcore.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.mcore.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip by global norm and update; leaves weights and state alone when the norm is not finite.
+
+        Collective over all ranks. The outcome, the same on every rank, is kept in `last_step`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf = self.mcore.prepare_grads()
+        grad_norm = float(self.mcore.get_grad_norm())
+        applied = not found_inf and math.isfinite(grad_norm)
+        if applied:
+            self._clip(grad_norm)
+            applied = bool(self.mcore.step_with_ready_grads())
+        self.last_step = StepResult(grad_norm=grad_norm, applied=applied)
+        return loss
+
+    def reload_model_params(self) -> None:
+        """Take over weights that were written into the model: fp32 main weights are rebuilt from them."""
+        self.mcore.reload_model_params()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the sharded state goes through `rlite.megatron.checkpoint`, not through a Lightning checkpoint."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            raise ValueError(f"optimizer state with keys {sorted(state_dict)}: load it with load_sharded instead")
+
+    def _clip(self, grad_norm: float) -> None:
+        if not self.config.clip_grad:
+            return
+        for part in self.parts:
+            if parameters := part.get_parameters():
+                clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, grad_norm)
+
+
+class LrScheduler:
+    """Sets the learning rate of every parameter group; call `step()` after each optimizer step."""
+
+    def __init__(self, optimizer: McoreOptimizer) -> None:
+        self.optimizer = optimizer
+        self.num_steps = 0
+        self._apply()
+
+    def step(self) -> None:
+        self.num_steps += 1
+        self._apply()
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.num_steps = state_dict["num_steps"]
+        self._apply()
+
+    def _apply(self) -> None:
+        config = self.optimizer.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr * config.lr_factor(self.num_steps)

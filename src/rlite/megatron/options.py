@@ -1,0 +1,71 @@
+"""What a user may choose about the trainer. Imports neither torch nor Megatron-core: the CLI reads it at start."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions:
+    """How Megatron-core runs a layout; none of these changes the mathematics."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations to recompute in the backward pass: attention only (`selective`) or whole layers (`full`)."""
+    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts."""
+    max_tokens_per_microbatch: int = 16384
+    """Token budget (padding included) of one micro-batch on one data-parallel rank."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose logits over the vocabulary exist at the same time."""
+    seed: int = 0
+    """Seed of a random start; the same weights on every layout."""
+
+    def __post_init__(self) -> None:
+        for key in ("max_tokens_per_microbatch", "logprob_chunk_tokens"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"strategy.megatron.{key} = {getattr(self, key)}: must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a warm-up and a schedule; state sharded over data-parallel ranks."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled; not applied to norms and biases."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; `linear` and `cosine` fall to `min_lr` at `total_steps`."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run; needed by `linear` and `cosine`."""
+    min_lr: float = 0.0
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "min_lr"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"optimizer.{key} = {getattr(self, key)}: must not be negative")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas = {self.betas}: each must be in [0, 1)")
+        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ValueError(
+                f"optimizer.schedule = {self.schedule} needs optimizer.total_steps (= {self.total_steps}) larger than "
+                f"optimizer.warmup_steps (= {self.warmup_steps})"
+            )
+
+    def lr_factor(self, step: int) -> float:
+        """Multiplier of `lr` for the optimizer step that follows `step` finished ones."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        import math
+
+        assert self.total_steps is not None
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        falling = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        floor = self.min_lr / self.lr if self.lr else 0.0
+        return floor + (1.0 - floor) * falling

@@ -1,0 +1,202 @@
+"""Runs the policy over rows: log-probabilities without gradient, and optimizer steps.
+
+All ranks call the same methods in the same order. Rows differ between data-parallel ranks and are equal on tensor-,
+context- and pipeline-parallel peers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlite.layout.parallel import ParallelLayout
+from rlite.megatron.forward import forward_hidden, token_scores
+from rlite.megatron.metrics import MetricSums
+from rlite.megatron.microbatch import MicroBatch, agree_on_count, make_microbatch, plan_microbatches
+from rlite.megatron.model import unwrap
+from rlite.megatron.optimizer import McoreOptimizer
+from rlite.megatron.options import MegatronOptions
+from rlite.types import LossFn, LossOutput, TokenRow, TokenScores, UpdateResult
+
+LossStep = Callable[[torch.nn.Module, MicroBatch, Tensor], Any]
+"""(last chunk, micro-batch, its hidden states) -> what Megatron's schedule expects of a loss function."""
+
+
+class PolicyRunner:
+    """Scores and updates the policy with Megatron's schedules.
+
+    Args:
+        chunks: this rank's chunks; wrapped by `wrap_for_training` when `update` is used.
+        layout: the training layout.
+        options: token budgets.
+        optimizer: of the same chunks; None for a model that is only scored.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        layout: ParallelLayout,
+        *,
+        options: MegatronOptions | None = None,
+        optimizer: McoreOptimizer | None = None,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.layout = layout
+        self.options = options or MegatronOptions()
+        self.optimizer = optimizer
+        for chunk in self.chunks:
+            unwrap(chunk).config.finalize_model_grads_func = _sum_gradients
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[TokenScores]:
+        """Log-probabilities and entropies of the trained tokens of each row; one entry for each row. Collective."""
+        self._set_training(False)
+        batches = self._microbatches(rows)
+        results: list[TokenScores] = []
+
+        def collect(model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> None:
+            results.append(self._token_scores(model, hidden, batch, temperature))
+
+        self._run(batches, collect, forward_only=True)
+        lengths = [row.num_loss_tokens for row in rows]
+        values = torch.zeros(2, sum(lengths), dtype=torch.float32, device=self._device)
+        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        for batch, scores in zip(batches, results, strict=False):
+            pieces = torch.stack([scores.logprobs, scores.entropy]).split(batch.num_tokens_per_row, dim=1)
+            for index, piece in zip(batch.row_indices, pieces, strict=False):
+                values[:, offsets[index] : offsets[index] + piece.size(1)] = piece
+        self._broadcast_from_last_stage(values)
+        return [TokenScores(logprobs=row[0].clone(), entropy=row[1].clone()) for row in values.split(lengths, dim=1)]
+
+    def update(
+        self,
+        rows: Sequence[TokenRow],
+        loss_fn: LossFn,
+        *,
+        temperature: float = 1.0,
+        step: Callable[[], Any] | None = None,
+    ) -> UpdateResult:
+        """One optimizer step on the sum of the partial losses of all micro-batches and data-parallel ranks. Collective.
+
+        The step is skipped on every rank when a loss or the gradient norm is not finite. A rank without rows still
+        takes part; there `loss_fn` is called with no rows, only to learn the metric keys.
+
+        Args:
+            step: what makes the optimizer step, when something else has to count it (Lightning's wrapped optimizer);
+                it must end in `self.optimizer.step()`.
+        """
+        if self.optimizer is None:
+            raise ValueError("PolicyRunner.update needs an optimizer: pass build_optimizer(chunks, config)")
+        sums, losses = MetricSums(), []
+        self._accumulate(rows, loss_fn, temperature=temperature, sums=sums, losses=losses)
+        metric_sums = sums.reduce()
+        if not self._all_finite(losses):
+            return UpdateResult(metric_sums=metric_sums, grad_norm=float("nan"), applied=False)
+        self.optimizer.last_step = None
+        (step or self.optimizer.step)()
+        result = self.optimizer.last_step
+        assert result is not None, "`step` did not call optimizer.step()"
+        return UpdateResult(metric_sums=metric_sums, grad_norm=result.grad_norm, applied=result.applied)
+
+    def _accumulate(
+        self, rows: Sequence[TokenRow], loss_fn: LossFn, *, temperature: float, sums: MetricSums, losses: list[Tensor]
+    ) -> None:
+        """Zero gradients, then forward and backward over all micro-batches and reduction over ranks."""
+        assert self.optimizer is not None
+        self._set_training(True)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss_of(model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            loss = hidden.flatten()[:0].sum().float()  # 0, but connected: its backward runs every collective
+            if batch.row_indices:
+                output = loss_fn(batch.row_indices, self._token_scores(model, hidden, batch, temperature))
+                sums.add(output.metric_sums)
+                loss = loss + output.loss
+            elif not rows:
+                sums.add_keys(_call_without_rows(loss_fn, hidden.device).metric_sums)
+            losses.append(loss.detach())
+            return loss
+
+        self._run(self._microbatches(rows), loss_of, forward_only=False)
+
+    def _run(self, batches: Sequence[MicroBatch], last_stage: LossStep, *, forward_only: bool) -> None:
+        """Megatron's schedule over the micro-batches; `last_stage` sees the hidden states of each."""
+
+        def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(iterator)
+            return forward_hidden(model, batch), partial(_schedule_loss, last_stage, model, batch)
+
+        iterators = [iter(batches) for _ in self.chunks]
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens_BS.size(1),
+            micro_batch_size=batches[0].tokens_BS.size(0),
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _microbatches(self, rows: Sequence[TokenRow]) -> list[MicroBatch]:
+        layout = self.layout
+        multiple_of = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+        plan = plan_microbatches(
+            [row.token_ids.numel() for row in rows],
+            max_tokens=self.options.max_tokens_per_microbatch,
+            multiple_of=multiple_of,
+        )
+        count = agree_on_count(len(plan), multiple_of=layout.pp if layout.vpp > 1 else 1)
+        plan += [[] for _ in range(count - len(plan))]
+        return [make_microbatch(rows, indices, multiple_of=multiple_of, device=self._device) for indices in plan]
+
+    def _token_scores(
+        self, model: torch.nn.Module, hidden: Tensor, batch: MicroBatch, temperature: float
+    ) -> TokenScores:
+        chunk_tokens = self.options.logprob_chunk_tokens
+        return token_scores(model, hidden, batch, temperature=temperature, chunk_tokens=chunk_tokens)
+
+    def _all_finite(self, losses: Sequence[Tensor]) -> bool:
+        finite = all(bool(torch.isfinite(loss)) for loss in losses)
+        flag = torch.tensor(int(finite))
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def _broadcast_from_last_stage(self, values: Tensor) -> None:
+        if self.layout.pp > 1 and values.numel():
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(values, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+
+    def _set_training(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.chunks[0].parameters()).device
+
+
+def _schedule_loss(
+    last_stage: LossStep, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor, non_loss_data: bool = False
+) -> Any:
+    """Megatron's contract: (loss, number of tokens, report). The triple form is not divided by anything."""
+    result = last_stage(model, batch, hidden)
+    return None if non_loss_data else (result, torch.zeros((), dtype=torch.int), None)
+
+
+def _sum_gradients(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's reduction without its division by the number of tokens: losses are partial sums already."""
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def _call_without_rows(loss_fn: LossFn, device: torch.device) -> LossOutput:
+    empty = torch.zeros(0, dtype=torch.float32, device=device)
+    return loss_fn((), TokenScores(logprobs=empty, entropy=empty))
