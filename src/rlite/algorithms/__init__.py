@@ -1,1 +1,62 @@
+"""The algorithm layer: pure functions on flat token tensors. Knows nothing of Lightning, Megatron or vLLM."""
 
+from rlite.algorithms import losses as losses
+from rlite.algorithms import whitening as whitening
+from rlite.algorithms.advantages import AdvantageInputs, GroupStatistics, compute_advantages
+from rlite.algorithms.aggregation import AGGREGATIONS, aggregate
+from rlite.algorithms.config import AlgorithmConfig
+from rlite.algorithms.controllers import AdaptiveEntropy, AdaptiveKL
+from rlite.algorithms.corrections import CORRECTIONS, correction_weights, opsm_mask
+from rlite.algorithms.entropy import high_entropy_mask, high_entropy_threshold
+from rlite.algorithms.inputs import Counts, LossInputs, group_token_counts
+from rlite.algorithms.kl import KL_ESTIMATORS, kl_estimate
+from rlite.algorithms.losses import PolicyLoss
+from rlite.algorithms.metrics import add_metric_sums, is_max_metric, summarize_metrics
+from rlite.algorithms.mismatch import mismatch_metrics
+from rlite.algorithms.objective import PolicyObjective
+from rlite.algorithms.presets import PRESETS, algorithm_config
+from rlite.algorithms.registry import ADVANTAGES, LOSSES, register_advantage, register_loss
+from rlite.algorithms.rewards import shape_rewards, soft_overlong, stop_properly, trainable_rows, weighted_sum
+from rlite.algorithms.rows import expand_rows, flatten_padded, row_index, unflatten_padded
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATIONS",
+    "CORRECTIONS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "PRESETS",
+    "AdaptiveEntropy",
+    "AdaptiveKL",
+    "AdvantageInputs",
+    "AlgorithmConfig",
+    "Counts",
+    "GroupStatistics",
+    "LossInputs",
+    "PolicyLoss",
+    "PolicyObjective",
+    "add_metric_sums",
+    "aggregate",
+    "algorithm_config",
+    "compute_advantages",
+    "correction_weights",
+    "expand_rows",
+    "flatten_padded",
+    "group_token_counts",
+    "high_entropy_mask",
+    "high_entropy_threshold",
+    "is_max_metric",
+    "kl_estimate",
+    "mismatch_metrics",
+    "opsm_mask",
+    "register_advantage",
+    "register_loss",
+    "row_index",
+    "shape_rewards",
+    "soft_overlong",
+    "stop_properly",
+    "summarize_metrics",
+    "trainable_rows",
+    "unflatten_padded",
+    "weighted_sum",
+]
