@@ -57,14 +57,12 @@ def summarize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
                 summary[name.removeprefix("-")] = -value if name.startswith("-") else value
         elif kind == "sum":
             summary[name] = value
-        elif kind == "count":
-            summary[f"num_{name}"] = value
-        elif sums[f"count:{kind}"] > 0:
+        elif kind != "count" and sums[f"count:{kind}"] > 0:
             summary[name] = value / sums[f"count:{kind}"]
-    return _derive(summary)
+    return _derive(summary, sums)
 
 
-def _derive(summary: dict[str, float]) -> dict[str, float]:
+def _derive(summary: dict[str, float], sums: Mapping[str, float]) -> dict[str, float]:
     """Adds the metrics that are functions of means, and takes out the raw moments (`moment/...`) they are made of."""
     moments = {name.removeprefix("moment/"): value for name, value in summary.items() if name.startswith("moment/")}
     summary = {name: value for name, value in summary.items() if not name.startswith("moment/")}
@@ -79,7 +77,7 @@ def _derive(summary: dict[str, float]) -> dict[str, float]:
     if "seq_is_square" in moments:
         summary["rollout/chi2_seq"] = moments["seq_is_square"] - 1.0
     if "reward_square" in moments:
-        count = summary["num_judged"]
+        count = sums["count:judged"]
         spread = moments["reward_square"] - summary["reward/mean"] ** 2
         summary["reward/std"] = math.sqrt(max(spread, 0.0) * count / max(count - 1.0, 1.0))
     return summary
