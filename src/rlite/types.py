@@ -59,15 +59,6 @@ class Rollout:
     """Mean |trainer - engine| log-probability over the completion's tokens."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RolloutBatch:
-    """A Lightning batch: the prompts of this data-parallel rank, then (filled by the rollout callback) their rollouts."""
-
-    prompts: list[Prompt]
-    rollouts: list[Rollout] = field(default_factory=list)
-    """Prompt-major: the `group_size` samples of `prompts[0]`, then those of `prompts[1]`, ..."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """How completions are sampled. Training wants temperature 1 and no truncation of the distribution."""
@@ -82,6 +73,17 @@ class SamplingConfig:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     """Added to the tokenizer's end-of-sequence id."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RolloutBatch:
+    """A Lightning batch: the prompts of this data-parallel rank, then (filled by the rollout callback) their rollouts."""
+
+    prompts: list[Prompt]
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Prompt-major: the `group_size` samples of `prompts[0]`, then those of `prompts[1]`, ..."""
+    sampling: SamplingConfig | None = None
+    """How the completions were sampled; log-probabilities are taken at the same temperature."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,20 @@
+"""Callbacks: rollout, weight conversion, memory offload, and what a run shows and saves."""
 
+from rlite.callbacks.checkpoint import RolloutCheckpoint
+from rlite.callbacks.console import ConsoleProgress
+from rlite.callbacks.conversion import EP2TPConversion
+from rlite.callbacks.offload import MemoryOffload
+from rlite.callbacks.preemption import GracefulPreemption
+from rlite.callbacks.rollout import RolloutCallback, VLLMRollout
+from rlite.callbacks.samples import SampleLog
+
+__all__ = [
+    "ConsoleProgress",
+    "EP2TPConversion",
+    "GracefulPreemption",
+    "MemoryOffload",
+    "RolloutCallback",
+    "RolloutCheckpoint",
+    "SampleLog",
+    "VLLMRollout",
+]

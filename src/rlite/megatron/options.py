@@ -1,6 +1,7 @@
 """What a user may choose about the trainer. Imports neither torch nor Megatron-core: the CLI reads it at start."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -10,8 +11,6 @@ class MegatronOptions:
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass: attention only (`selective`) or whole layers (`full`)."""
-    moe_dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts."""
     max_tokens_per_microbatch: int = 16384
     """Token budget (padding included) of one micro-batch on one data-parallel rank."""
     logprob_chunk_tokens: int = 1024
@@ -22,7 +21,7 @@ class MegatronOptions:
     def __post_init__(self) -> None:
         for key in ("max_tokens_per_microbatch", "logprob_chunk_tokens"):
             if getattr(self, key) < 1:
-                raise ValueError(f"strategy.megatron.{key} = {getattr(self, key)}: must be at least 1")
+                raise ValueError(f"trainer.strategy.megatron.{key} = {getattr(self, key)}: must be at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +39,30 @@ class OptimizerConfig:
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; `linear` and `cosine` fall to `min_lr` at `total_steps`."""
-    total_steps: int | None = None
-    """Optimizer steps of the whole run; needed by `linear` and `cosine`."""
     min_lr: float = 0.0
+    total_steps: int | None = None
+    """Optimizer steps over which `linear` and `cosine` fall; by default those of the whole run."""
 
     def __post_init__(self) -> None:
         for key in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "min_lr"):
             if getattr(self, key) < 0:
-                raise ValueError(f"optimizer.{key} = {getattr(self, key)}: must not be negative")
+                raise ValueError(f"model.optimizer.{key} = {getattr(self, key)}: must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optimizer.betas = {self.betas}: each must be in [0, 1)")
-        if self.schedule != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ValueError(f"model.optimizer.betas = {self.betas}: each must be in [0, 1)")
+
+    def with_total_steps(self, total_steps: int) -> "OptimizerConfig":
+        """This config with `total_steps` filled in where it was left open.
+
+        Raises:
+            ValueError: the schedule would end before the warm-up does.
+        """
+        config = self if self.total_steps is not None else replace(self, total_steps=total_steps)
+        if config.schedule != "constant" and config.total_steps <= config.warmup_steps:
             raise ValueError(
-                f"optimizer.schedule = {self.schedule} needs optimizer.total_steps (= {self.total_steps}) larger than "
-                f"optimizer.warmup_steps (= {self.warmup_steps})"
+                f"model.optimizer.schedule = {config.schedule}: total_steps = {config.total_steps} must be larger than "
+                f"model.optimizer.warmup_steps = {config.warmup_steps}"
             )
+        return config
 
     def lr_factor(self, step: int) -> float:
         """Multiplier of `lr` for the optimizer step that follows `step` finished ones."""
@@ -62,9 +70,7 @@ class OptimizerConfig:
             return (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return 1.0
-        import math
-
-        assert self.total_steps is not None
+        assert self.total_steps is not None, "with_total_steps() comes first"
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         falling = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         floor = self.min_lr / self.lr if self.lr else 0.0

@@ -1,1 +1,7 @@
+"""LightningModules: the algorithms."""
 
+from rlite.modules.base import PolicyModule
+from rlite.modules.grpo import GRPOModule
+from rlite.modules.sft import SFTModule
+
+__all__ = ["GRPOModule", "PolicyModule", "SFTModule"]

@@ -1,0 +1,257 @@
+"""Rollout callbacks: own an engine, fill every batch with completions, in training, validation, test and prediction."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from rlite.layout.parallel import EngineLayout
+from rlite.memory import CallableResident, Phase
+from rlite.memory.phases import ENGINE, KV_CACHE
+from rlite.rollout.config import VLLMConfig
+from rlite.rollout.engine import GenerationRequest, RolloutEngine
+from rlite.rollout.sampling import sampling_seed
+from rlite.strategies.colocated import ColocatedRLStrategy, colocated
+from rlite.types import Completion, Prompt, Rollout, RolloutBatch, SamplingConfig, TokenRow
+
+_CHECK_TOKENS = 8
+
+
+class RolloutCallback(Callback):
+    """Fills `RolloutBatch.rollouts`. Subclasses build the engine.
+
+    Args:
+        sampling: of training completions.
+        validation_sampling: of validation, test and prediction; by default greedy with the same length.
+        logprob_tolerance: the run stops when, after the first weight sync, engine and trainer disagree by more than this
+            on the log-probability of any token of a fixed prompt.
+    """
+
+    def __init__(
+        self,
+        *,
+        sampling: SamplingConfig | None = None,
+        validation_sampling: SamplingConfig | None = None,
+        logprob_tolerance: float = 0.05,
+    ) -> None:
+        self.sampling = sampling or SamplingConfig()
+        if self.sampling.temperature <= 0:
+            raise ValueError(
+                f"sampling.temperature = {self.sampling.temperature}: training needs samples, so it must be > 0 "
+                "(greedy decoding is for validation_sampling)"
+            )
+        self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
+        self.logprob_tolerance = logprob_tolerance
+        self._checked = False
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:
+        raise TypeError(f"{type(self).__name__} must implement build_engine")
+
+    @property
+    def engine_layout(self) -> EngineLayout:
+        raise TypeError(f"{type(self).__name__} must implement engine_layout")
+
+    def _engine(self, trainer: Trainer, module: LightningModule) -> RolloutEngine:
+        strategy = colocated(trainer)
+        if strategy.engine is None:
+            self.engine_layout.validate(strategy.world_size)
+            log_dir = Path(strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
+            log_dir.mkdir(parents=True, exist_ok=True)
+            engine = self.build_engine(module.policy_dir, strategy, log_dir / f"engine_rank{strategy.global_rank}.log")
+            engine.sleep()
+            _register(strategy, engine)
+            strategy.engine = engine
+        return strategy.engine
+
+    # -- Lightning hooks ---------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.engine_layout.validate(colocated(trainer).world_size)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        self._fill(trainer, pl_module, batch, batch_idx, self.sampling, pl_module.batch.group_size)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._fill(trainer, pl_module, batch, batch_idx, self.validation_sampling, 1)
+
+    @override
+    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any) -> None:
+        self._fill(trainer, pl_module, batch, args[0], self.validation_sampling, 1)
+
+    @override
+    def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any) -> None:
+        self._fill(trainer, pl_module, batch, args[0], self.validation_sampling, 1)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        strategy = colocated(trainer)
+        if strategy.engine is not None:
+            strategy.engine.shutdown()
+            strategy.engine = None
+            for name in (ENGINE, KV_CACHE):
+                strategy.phases.residents.pop(name, None)
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    def _fill(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        batch: RolloutBatch,
+        step: int,
+        sampling: SamplingConfig,
+        group_size: int,
+    ) -> None:
+        strategy, engine = colocated(trainer), self._engine(trainer, module)
+        strategy.enter(Phase.GENERATE)
+        check = [] if self._checked else self._sample_check(engine, module, sampling)
+        with strategy.stopwatch.timed("generate"):
+            completions = self._generate(strategy, engine, batch.prompts, step, sampling, group_size)
+        decode = trainer.datamodule.tokenizer.decode  # type: ignore[attr-defined]
+        batch.rollouts = [
+            Rollout(
+                prompt=prompt,
+                completion=dataclasses.replace(c, text=decode(list(c.token_ids), skip_special_tokens=True)),
+                sample_index=index,
+            )
+            for prompt, group in zip(batch.prompts, completions, strict=True)
+            for index, c in enumerate(group)
+        ]
+        batch.sampling = sampling
+        if check:
+            self._compare(strategy, check)
+
+    def _generate(
+        self,
+        strategy: ColocatedRLStrategy,
+        engine: RolloutEngine,
+        prompts: Sequence[Prompt],
+        step: int,
+        sampling: SamplingConfig,
+        group_size: int,
+    ) -> list[list[Completion]]:
+        """Completions of this rank's prompts. Prompts are dealt to the engine's replicas, whatever rank they came from."""
+        by_dp_rank: list[Sequence[Prompt]] = strategy.gather_data_parallel(list(prompts))
+        everyone = [(dp, i) for dp, owned in enumerate(by_dp_rank) for i in range(len(owned))]
+        replicas = self.engine_layout.replicas(strategy.world_size)
+        replica = strategy.global_rank // self.engine_layout.tp
+        dealt = everyone[replica::replicas]
+        seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        requests = [
+            GenerationRequest(
+                prompt_token_ids=by_dp_rank[dp][i].token_ids,
+                seed=sampling_seed(
+                    seed, rollout_step=step, prompt_uid=by_dp_rank[dp][i].uid, sample_index=sample
+                ),
+                sampling=sampling,
+            )
+            for dp, i in dealt
+            for sample in range(group_size)
+        ]
+        flat = engine.generate(requests) if requests else []
+        done = {key: flat[k * group_size : (k + 1) * group_size] for k, key in enumerate(dealt)}
+        if replicas > 1:
+            leads = strategy.global_rank % self.engine_layout.tp == 0
+            shares: list[Any] = [None] * strategy.world_size
+            dist.all_gather_object(shares, done if leads else {})
+            done = {key: group for share in shares for key, group in share.items()}
+        return [done[strategy.dp_rank, i] for i in range(len(prompts))]
+
+    # -- engine against trainer --------------------------------------------------------------------------------------
+
+    def _sample_check(
+        self, engine: RolloutEngine, module: LightningModule, sampling: SamplingConfig
+    ) -> list[tuple[TokenRow, tuple[float, ...], float]]:
+        """A few tokens after fixed prompts, the same on every rank."""
+        vocabulary = module.strategy.policy.architecture.vocab_size
+        fixed = SamplingConfig(max_tokens=_CHECK_TOKENS, temperature=sampling.temperature or 1.0)
+        requests = [
+            GenerationRequest(
+                prompt_token_ids=tuple((7 * start + 3 * k + 5) % vocabulary for k in range(6)), seed=start, sampling=fixed
+            )
+            for start in range(2)
+        ]
+        samples = []
+        for request, completion in zip(requests, engine.generate(requests), strict=True):
+            prompt = Prompt(uid=0, token_ids=request.prompt_token_ids, text="")
+            row = TokenRow.from_rollout(Rollout(prompt=prompt, completion=completion, sample_index=0))
+            samples.append((row, completion.logprobs, fixed.temperature))
+        return samples
+
+    def _compare(self, strategy: ColocatedRLStrategy, check: list[tuple[TokenRow, tuple[float, ...], float]]) -> None:
+        """Stops the run when trainer and engine do not compute the same model."""
+        strategy.enter(Phase.LOGPROB)
+        scores = strategy.score([row for row, _, _ in check], temperature=check[0][2])
+        worst = max(
+            float((score.logprobs.cpu() - score.logprobs.new_tensor(sampled).cpu()).abs().max())
+            for score, (_, sampled, _) in zip(scores, check, strict=True)
+        )
+        if not worst <= self.logprob_tolerance:
+            raise RuntimeError(
+                f"engine and trainer disagree after the first weight sync: max |log-prob difference| on a fixed prompt is "
+                f"{worst:.3g} > logprob_tolerance = {self.logprob_tolerance}. They do not compute the same model: the weight "
+                "conversion, a stale derived weight of the engine, or another dtype or rope setting. Raise "
+                "logprob_tolerance only if bf16 rounding explains it."
+            )
+        self._checked = True
+
+
+class VLLMRollout(RolloutCallback):
+    """Generates with vLLM, in process, on the devices that train.
+
+    Args:
+        engine: tensor parallelism, KV cache and other settings of vLLM.
+        sampling, validation_sampling, logprob_tolerance: see `RolloutCallback`.
+    """
+
+    def __init__(self, *, engine: VLLMConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.engine_config = engine or VLLMConfig()
+
+    @property
+    @override
+    def engine_layout(self) -> EngineLayout:
+        return EngineLayout(tp=self.engine_config.tp, expert_parallel=self.engine_config.expert_parallel)
+
+    @override
+    def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:
+        from rlite.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(self.engine_config, policy_dir, log_file=log_file)
+
+
+def _register(strategy: ColocatedRLStrategy, engine: RolloutEngine) -> None:
+    """The engine's weights and KV cache become residents of the phase machine."""
+    strategy.phases.register(
+        CallableResident(
+            ENGINE,
+            onload=engine.wake_weights,
+            offload=engine.sleep,
+            device_bytes=lambda: engine.weight_bytes,
+            on_device=lambda: engine.weight_bytes > 0,
+        )
+    )
+    strategy.phases.register(
+        CallableResident(
+            KV_CACHE,
+            onload=engine.wake_kv_cache,
+            offload=engine.sleep,  # vLLM sleeps whole
+            device_bytes=lambda: engine.kv_cache_bytes,
+            on_device=lambda: engine.kv_cache_bytes > 0,
+        )
+    )

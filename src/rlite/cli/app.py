@@ -1,0 +1,113 @@
+"""`RLiteCLI`: LightningCLI with the defaults of a run, nearest-key errors, and a config file saved beside the results."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from rlite.callbacks import ConsoleProgress, GracefulPreemption, RolloutCheckpoint, SampleLog
+from rlite.callbacks.preemption import EXIT_CODE
+from rlite.cli.console import quiet_console, user_errors
+from rlite.cli.nearest import add_nearest_key
+from rlite.data import PromptDataModule
+from rlite.modules import PolicyModule
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_RUN_DEFAULTS: dict[str, Any] = {
+    "max_epochs": 1,  # one epoch is the run; limit_train_batches counts its rollout steps
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "inference_mode": False,  # inference tensors would poison later in-place weight updates
+    "use_distributed_sampler": False,
+    "enable_model_summary": False,
+}
+
+
+class RLiteTrainer(pl.Trainer):
+    """Lightning's Trainer with the defaults that a run needs: one epoch is the run, data samplers are ours.
+
+    `RLiteTrainer(...)` takes the arguments of `lightning.pytorch.Trainer` and adds `ConsoleProgress`, `SampleLog`,
+    `RolloutCheckpoint` and `GracefulPreemption` when `callbacks` has none of them.
+    """
+
+    def __init__(self, *, callbacks: list[pl.Callback] | pl.Callback | None = None, **kwargs: Any) -> None:
+        given = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
+        wanted: list[type[pl.Callback]] = [SampleLog, GracefulPreemption]
+        if kwargs.get("enable_progress_bar") is not False:
+            wanted.insert(0, ConsoleProgress)
+        if kwargs.get("enable_checkpointing") is not False:
+            wanted.append(RolloutCheckpoint)
+        given += [kind() for kind in wanted if not any(isinstance(c, kind) for c in given)]
+        # Lightning's own ModelCheckpoint default would count optimizer steps.
+        for name, value in _RUN_DEFAULTS.items():
+            kwargs.setdefault(name, value)
+        super().__init__(callbacks=given, **kwargs)
+
+
+class RLiteParser(LightningArgumentParser):
+    """Argument parser whose errors name the nearest existing key."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        return super().error(add_nearest_key(message, self), ex)
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Writes `config.yaml` into the run directory, whatever the logger."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "save_to_log_dir": False, "overwrite": True})
+
+    @override
+    def save_config(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        directory = Path(trainer.loggers[0].log_dir if trainer.loggers and trainer.loggers[0].log_dir else "runs")
+        directory.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, directory / "config.yaml", skip_none=False, overwrite=True, multifile=False)
+
+
+class RLiteCLI(LightningCLI):
+    """The `rlite` command."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            PolicyModule,
+            PromptDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            trainer_class=RLiteTrainer,
+            trainer_defaults=_RUN_DEFAULTS,
+            save_config_callback=SaveRunConfig,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_class=RLiteParser,
+            load_from_checkpoint_support=False,
+        )
+
+    @override
+    def instantiate_classes(self) -> None:
+        with user_errors():
+            super().instantiate_classes()
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        with user_errors(unless=lambda: progress.current.ready > 0):
+            super()._run_subcommand(subcommand)
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        pass  # the config is the truth: hyper-parameters inside a checkpoint must not override it silently
+
+
+def run(arguments: list[str]) -> None:
+    """Runs the command; exits with 143 after a preempted run, 1 after an error of the user's."""
+    quiet_console()
+    sys.argv = [sys.argv[0], *arguments]  # the launcher starts the other ranks with the same command line
+    cli = RLiteCLI()
+    if any(isinstance(c, GracefulPreemption) and c.stopped for c in cli.trainer.callbacks):
+        sys.exit(EXIT_CODE)

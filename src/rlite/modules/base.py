@@ -1,0 +1,76 @@
+"""`PolicyModule`: what every algorithm shares. It names the policy, builds it through the strategy, and logs."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from rlite.megatron.options import OptimizerConfig
+from rlite.modules.protocol import PolicyStrategy
+
+
+class PolicyModule(pl.LightningModule):
+    """A LightningModule whose parameters are the strategy's Megatron chunks.
+
+    Args:
+        policy: Hugging Face directory: `config.json` and a tokenizer, with or without weights (then a random start).
+        optimizer: learning rate and schedule.
+        init_from: weights to start from instead: a Hugging Face directory, or an rlite checkpoint.
+    """
+
+    updates_per_batch = 1
+    """Optimizer steps a Lightning batch leads to; the learning-rate schedule counts with it."""
+
+    def __init__(self, *, policy: str, optimizer: OptimizerConfig | None = None, init_from: str | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.policy_dir = policy
+        self.optimizer_config = optimizer or OptimizerConfig()
+        self.init_from = init_from
+        self.chunks: torch.nn.ModuleList | None = None
+
+    @property
+    def strategy(self) -> PolicyStrategy:
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, PolicyStrategy):
+            raise TypeError(
+                f"{type(self).__name__} needs trainer.strategy = ColocatedRLStrategy, not {type(strategy).__name__}: "
+                "pass strategy='colocated_rl' to the Trainer"
+            )
+        return strategy
+
+    @property
+    def tokenizer_dir(self) -> str:
+        """Where the data module finds the tokenizer."""
+        return self.policy_dir
+
+    @override
+    def configure_model(self) -> None:
+        if self.chunks is None:
+            self.chunks = self.strategy.build_policy(self.policy_dir, init_from=self.init_from)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.strategy.build_optimizer(
+            self.optimizer_config, total_steps=int(self.trainer.limit_train_batches) * self.updates_per_batch
+        )
+
+    @override
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and not isinstance(self.trainer.limit_train_batches, int):
+            raise ValueError(
+                f"trainer.limit_train_batches = {self.trainer.limit_train_batches}: set it to the number of rollout steps "
+                "(data is endless, so the run needs an end)"
+            )
+
+    def log_values(self, values: dict[str, float], *, batch_size: int) -> None:
+        """Logs scalars that are equal on every rank."""
+        for name, value in values.items():
+            self.log(name, value, batch_size=batch_size, on_step=True, on_epoch=False, rank_zero_only=False)
+
+    def step_schedules(self) -> None:
+        """Moves the learning rate to the next optimizer step."""
+        scheduler = self.lr_schedulers()
+        if scheduler is not None:
+            scheduler.step()  # type: ignore[union-attr]

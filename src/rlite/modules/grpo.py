@@ -1,0 +1,294 @@
+"""`GRPOModule`: group-relative policy optimisation. The algorithm is in `rlite.algorithms`; this is its order of events."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from rlite.algorithms import (
+    AlgorithmConfig,
+    Counts,
+    LossInputs,
+    PolicyObjective,
+    add_metric_sums,
+    algorithm_config,
+    compute_advantages,
+    expand_rows,
+    group_token_counts,
+    shape_rewards,
+    summarize_metrics,
+    trainable_rows,
+)
+from rlite.config import BatchConfig
+from rlite.megatron.options import OptimizerConfig
+from rlite.memory import Phase
+from rlite.modules.base import PolicyModule
+from rlite.modules.experience import Experience
+from rlite.modules.step import StepFacts, rollout_metrics
+from rlite.rewards import RewardRunner, RewardSpec
+from rlite.types import LossFn, LossOutput, Rollout, RolloutBatch, TokenScores
+
+RewardLike = RewardSpec | str | Callable[..., Any]
+
+_MAX_STEPS_WITHOUT_UPDATE = 5
+
+
+class GRPOModule(PolicyModule):
+    """Samples a group of completions for each prompt, scores them, and reinforces those above their group's mean.
+
+    A new reward is a subclass with `reward`, or a list of rewards in the config:
+
+    ```python
+    class MyModule(GRPOModule):
+        def reward(self, completions, answer):
+            return [float(c.strip() == a) for c, a in zip(completions, answer)]
+    ```
+
+    Args:
+        policy: see `PolicyModule`.
+        algorithm: name of a preset, or fields of `AlgorithmConfig` (with `preset: NAME` to start from one).
+        optimizer, init_from: see `PolicyModule`.
+        batch: group size and optimizer steps of a rollout step.
+        rewards: names in `rlite.rewards`, dotted paths, callables, or `RewardSpec`s with weights; they are summed.
+        reward_timeout_s: longest time one reward may take for a rollout step.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: str,
+        algorithm: AlgorithmConfig | str | dict[str, Any] = "grpo",
+        optimizer: OptimizerConfig | None = None,
+        batch: BatchConfig | None = None,
+        rewards: list[RewardLike] | None = None,
+        reward_timeout_s: float = 600.0,
+        init_from: str | None = None,
+    ) -> None:
+        super().__init__(policy=policy, optimizer=optimizer, init_from=init_from)
+        self.algorithm = algorithm_config(algorithm)
+        self.kl_coef = self.algorithm.kl_coef
+        self.batch = batch or BatchConfig()
+        self.updates_per_batch = self.batch.updates_per_rollout
+        if self.batch.group_size < 2 and self.algorithm.advantage != "reinforce_pp":
+            raise ValueError(
+                f"model.batch.group_size = {self.batch.group_size}: advantage = {self.algorithm.advantage} compares the "
+                "completions of a prompt with each other, so it needs at least 2"
+            )
+        listed: list[RewardLike] = list(rewards or [])
+        if type(self).reward is not GRPOModule.reward:
+            listed.append(self.reward)
+        self.rewards = RewardRunner(listed, timeout_s=reward_timeout_s)
+        self.objective = PolicyObjective(self.algorithm)
+        self._steps_without_update = 0
+
+    def reward(self, completions: list[str], **columns: list[Any]) -> list[float | None]:
+        """Override: one number for each completion, None to abstain.
+
+        Name the arguments you want: `prompts`, `completions`, `completion_ids`, `finish_reasons` and any column of the
+        data set; each is a list with one entry for each completion.
+        """
+        raise TypeError("GRPOModule.reward is called only when a subclass overrides it")
+
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.rewards.check_columns(self.trainer.datamodule.columns)  # type: ignore[attr-defined]
+        if stage == "fit" and self.algorithm.needs_ref_logprobs:
+            self.strategy.keep_reference()
+
+    @override
+    def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        started_s = time.perf_counter()
+        self._score(batch)
+        experience = Experience.from_rollouts(batch.rollouts)
+        self._logprobs(experience, batch)
+        self._advantages(experience, batch)
+        metrics = self._updates(experience, batch)
+        metrics |= rollout_metrics(self._all_rollouts(batch), self.batch.group_size)
+        metrics["rollout_step"] = float(batch_idx)
+        self._log(batch, metrics, started_s)
+
+    @override
+    def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        self._score(batch)
+        rollouts = self._all_rollouts(batch)
+        for name, value in rollout_metrics(rollouts, group_size=1).items():
+            if name.startswith(("reward", "completions/")):
+                self.log(f"val/{name}", value, on_step=False, on_epoch=True, batch_size=len(rollouts))
+
+    def _all_rollouts(self, batch: RolloutBatch) -> list[Rollout]:
+        """Those of every data-parallel rank."""
+        return [rollout for rank in self.strategy.gather_data_parallel(batch.rollouts) for rollout in rank]
+
+    test_step = validation_step
+
+    @override
+    def predict_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        pass  # the rollout callback fills the batch and SampleLog writes it
+
+    # -- the steps of a rollout step ---------------------------------------------------------------------------------
+
+    def _score(self, batch: RolloutBatch) -> None:
+        """Fills rewards. One rank of each data rank computes them, so that its peers see the same even from a moody judge."""
+        outcome: Any = None
+        with self.strategy.stopwatch.timed("reward"):
+            if self.strategy.leads_data_rank:
+                try:
+                    outcome = self.rewards.score(batch.rollouts)
+                except ValueError as error:
+                    outcome = error
+            outcomes = self.strategy.gather_data_parallel(outcome)
+        for failure in outcomes:
+            if isinstance(failure, ValueError):
+                raise failure
+        for rollout, scored in zip(batch.rollouts, outcomes[self.strategy.dp_rank], strict=True):
+            rollout.rewards, rollout.reward = scored.rewards, scored.total
+
+    def _logprobs(self, experience: Experience, batch: RolloutBatch) -> None:
+        """Reference log-probabilities, and the trainer's own where the updates would move away from them."""
+        strategy, temperature = self.strategy, batch.sampling.temperature
+        if self.algorithm.needs_ref_logprobs:
+            strategy.enter(Phase.REFERENCE)
+            with strategy.stopwatch.timed("logprob"):
+                scores = strategy.score_reference(experience.rows, temperature=temperature)
+            experience.ref_logprobs = [s.logprobs for s in scores]
+        if self.batch.updates_per_rollout > 1 or self.algorithm.needs_old_logprobs:
+            strategy.enter(Phase.LOGPROB)
+            with strategy.stopwatch.timed("logprob"):
+                scores = strategy.score(experience.rows, temperature=temperature)
+            experience.old_logprobs = [s.logprobs for s in scores]
+            self._note_differences(batch.rollouts, experience, range(len(scores)), experience.old_logprobs)
+
+    def _advantages(self, experience: Experience, batch: RolloutBatch) -> None:
+        """Advantages over the whole rollout step, whichever rank its groups are on; then which rows are trained on."""
+        strategy, config = self.strategy, self.algorithm
+        facts = strategy.gather_data_parallel(StepFacts.of(batch.rollouts, self._token_kl(experience)))
+        everyone = StepFacts.concatenate(facts)
+        first = sum(len(rank.rewards_B) for rank in facts[: strategy.dp_rank])
+        mine = slice(first, first + len(batch.rollouts))
+        groups_B = torch.arange(len(everyone.rewards_B)) // self.batch.group_size
+        rewards_B = shape_rewards(
+            everyone.rewards_B, everyone.lengths_B, everyone.truncated_B, config, max_tokens=batch.sampling.max_tokens
+        )
+        values = compute_advantages(
+            rewards_B,
+            groups_B,
+            everyone.lengths_B,
+            config,
+            reward_table=everyone.reward_table_BK,
+            weights=torch.tensor(self.rewards.weights),
+            token_kl_N=everyone.token_kl_N,
+        )
+        if values.shape == groups_B.shape:
+            values = expand_rows(values, everyone.lengths_B)
+        experience.advantages = list(values.float().split(everyone.lengths_B.tolist()))[mine]
+        keep_B = trainable_rows(everyone.rewards_B, groups_B, everyone.truncated_B, config)
+        experience.keep_B = keep_B[mine]
+        experience.group_tokens_B = group_token_counts(everyone.lengths_B, groups_B, keep_B=keep_B)[mine]
+        for rollout, tokens in zip(batch.rollouts, experience.advantages, strict=True):
+            rollout.advantage = float(tokens.mean()) if len(tokens) else 0.0
+
+    def _token_kl(self, experience: Experience) -> Tensor | None:
+        """KL penalty of each token for `kl_in_reward`, flat over this rank's rows."""
+        if not (self.algorithm.kl_in_reward and self.algorithm.needs_ref_logprobs):
+            return None
+        assert experience.old_logprobs is not None and experience.ref_logprobs is not None
+        return self.kl_coef * (torch.cat(experience.old_logprobs) - torch.cat(experience.ref_logprobs)).double()
+
+    def _updates(self, experience: Experience, batch: RolloutBatch) -> dict[str, float]:
+        strategy = self.strategy
+        strategy.enter(Phase.TRAIN)
+        self.objective.max_completion_tokens = batch.sampling.max_tokens
+        sums, grad_norms, skipped = [], [], 0
+        for indices in self._minibatches(len(experience.rows)):
+            with strategy.stopwatch.timed("update"):
+                result = strategy.update(
+                    [experience.rows[i] for i in indices],
+                    self._loss_fn(experience, indices, batch.rollouts),
+                    temperature=batch.sampling.temperature,
+                )
+            sums.append(result.metric_sums)
+            grad_norms.append(result.grad_norm)
+            skipped += not result.applied
+            lr = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.step_schedules()
+        self._abort_after_skips(skipped, len(sums))
+        totals = {name: value for name, value in add_metric_sums(sums).items()}
+        metrics = summarize_metrics(totals)
+        for name in ("loss", "policy_loss"):  # sums over the updates; the mean is what compares between runs
+            if name in metrics:
+                metrics[name] /= len(sums)
+        return {**metrics, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr, "updates_skipped": float(skipped)}
+
+    def _abort_after_skips(self, skipped: int, updates: int) -> None:
+        self._steps_without_update = self._steps_without_update + 1 if skipped == updates else 0
+        if self._steps_without_update >= _MAX_STEPS_WITHOUT_UPDATE:
+            raise RuntimeError(
+                f"no optimizer step could be applied in {_MAX_STEPS_WITHOUT_UPDATE} rollout steps in a row: loss or gradients "
+                "are not finite. Lower model.optimizer.lr, or resume from an earlier checkpoint."
+            )
+
+    def _minibatches(self, num_rows: int) -> list[list[int]]:
+        """Row indices of each optimizer step; groups stay whole, epochs repeat the same parts."""
+        size, parts = self.batch.group_size, self.batch.minibatches
+        num_groups = num_rows // size
+        if num_groups < parts:
+            raise ValueError(
+                f"model.batch.minibatches = {parts} is more than the {num_groups} prompts on this data-parallel rank: "
+                "lower it or raise data.batch_size"
+            )
+        bounds = [k * num_groups // parts * size for k in range(parts + 1)]
+        return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)] * self.batch.epochs
+
+    def _loss_fn(self, experience: Experience, indices: Sequence[int], rollouts: Sequence[Rollout]) -> LossFn:
+        """The loss of one optimizer step, with its denominators summed once over all ranks."""
+        local = self.objective.counts(experience.loss_inputs(indices))
+        counts = Counts.from_tensor(sum(self.strategy.gather_data_parallel(local.to_tensor())))
+
+        def loss_fn(rows: Sequence[int], scores: TokenScores) -> LossOutput:
+            absolute = [indices[row] for row in rows]
+            if experience.old_logprobs is None:
+                live = scores.logprobs.detach().cpu().split([int(experience.lengths_B[row]) for row in absolute])
+                self._note_differences(rollouts, experience, absolute, live)
+            return self.loss(experience.loss_inputs(absolute, scores), counts)
+
+        return loss_fn
+
+    @staticmethod
+    def _note_differences(
+        rollouts: Sequence[Rollout], experience: Experience, rows: Sequence[int], logprobs: Sequence[Tensor]
+    ) -> None:
+        for row, mine in zip(rows, logprobs, strict=True):
+            difference = (mine.cpu() - experience.rollout_logprobs[row]).abs()
+            rollouts[row].logprob_diff = float(difference.mean()) if len(difference) else 0.0
+
+    def loss(self, inputs: LossInputs, counts: Counts) -> LossOutput:
+        """Override for another loss.
+
+        Args:
+            inputs: the trained tokens of a micro-batch.
+            counts: global denominators of the optimizer step.
+
+        Returns:
+            The PARTIAL loss: numerator of these rows over the global denominators.
+        """
+        return self.objective(inputs, counts, kl_coef=self.kl_coef)
+
+    def _log(self, batch: RolloutBatch, metrics: dict[str, float], started_s: float) -> None:
+        times = self.strategy.stopwatch.drain()
+        metrics |= {f"timing_s/{name}": seconds for name, seconds in times.items()}
+        total_s = times.get("generate", 0.0) + times.get("sync", 0.0) + time.perf_counter() - started_s
+        tokens = sum(
+            self.strategy.gather_data_parallel(
+                sum(len(r.prompt.token_ids) + len(r.completion.token_ids) for r in batch.rollouts)
+            )
+        )
+        metrics["timing_s/step"], metrics["perf/tokens_per_s"] = total_s, tokens / total_s
+        self.log_values(metrics, batch_size=max(1, len(batch.rollouts)))
+
+
+def _split(values_N: Tensor, experience: Experience, rows: Sequence[int]) -> tuple[Tensor, ...]:
+    return values_N.split([int(experience.lengths_B[row]) for row in rows])

@@ -1,0 +1,108 @@
+"""`RunCheckpoint`: a checkpoint directory, written beside its final name and renamed when it is whole.
+
+```
+rollout-50.ckpt/
+  sharded/      weights and optimizer state, Megatron's distributed checkpoint: loads under another layout too
+  trainer.pt    Lightning's part: loops, data position, callbacks, learning-rate schedule
+  COMPLETE      written last: without it the directory is not a checkpoint
+```
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from rlite.strategies.policy import PolicyState
+
+FORMAT = 1
+
+
+class RunCheckpoint:
+    """One checkpoint directory. `save`, `load` and `load_weights` are collective."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def find(cls, directory: Path) -> "RunCheckpoint":
+        """The checkpoint `directory` is, or the last one of the run directory it is.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        for candidate in (directory, directory / "last.ckpt", directory / "checkpoints" / "last.ckpt"):
+            if (candidate / "COMPLETE").is_file():
+                return cls(candidate.resolve())
+        raise ValueError(
+            f"{directory} is neither a Hugging Face directory with *.safetensors, nor a complete rlite checkpoint, nor a "
+            "run directory with checkpoints/last.ckpt"
+        )
+
+    def save(self, trainer_state: dict[str, Any], policy: "PolicyState") -> None:
+        """Writes everything under a temporary name, then renames: a save that dies leaves the previous one as it was."""
+        from rlite.megatron.checkpoint import save_sharded
+
+        partial = self.path.with_name(f".{self.path.name}.partial")
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "sharded").mkdir(parents=True)
+        dist.barrier()
+        save_sharded(partial / "sharded", list(policy.chunks), policy.optimizer)
+        if dist.get_rank() == 0:
+            torch.save(trainer_state, partial / "trainer.pt")
+            facts = {"format": FORMAT, "world_size": dist.get_world_size(), "global_step": trainer_state.get("global_step")}
+            with (partial / "COMPLETE").open("w") as file:
+                json.dump(facts, file)
+                file.flush()
+                os.fsync(file.fileno())
+            self._replace(partial)
+        dist.barrier()
+
+    def _replace(self, partial: Path) -> None:
+        old = self.path.with_name(f".{self.path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.path.exists():
+            self.path.rename(old)
+        partial.rename(self.path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, policy: "PolicyState") -> dict[str, Any]:
+        """Restores weights and optimizer state; returns Lightning's part."""
+        from rlite.megatron.checkpoint import load_sharded
+
+        self._check()
+        load_sharded(self.path / "sharded", list(policy.chunks), policy.optimizer)
+        policy.register_residents()
+        return torch.load(self.path / "trainer.pt", weights_only=False, map_location="cpu")
+
+    def load_weights(self, chunks: torch.nn.ModuleList) -> None:
+        """Restores only the weights, as the start of another run."""
+        from rlite.megatron.checkpoint import load_sharded
+
+        self._check()
+        load_sharded(self.path / "sharded", list(chunks), None)
+
+    def remove(self) -> None:
+        if self.path.is_symlink():
+            self.path.unlink()
+        elif self.path.exists():
+            shutil.rmtree(self.path)
+
+    def _check(self) -> None:
+        marker = self.path / "COMPLETE"
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"checkpoint {self.path}: no such directory")
+        if not marker.is_file():
+            raise ValueError(
+                f"checkpoint {self.path} is incomplete or not one of rlite's: it has no COMPLETE marker. A save that was "
+                "interrupted leaves none; use an earlier checkpoint"
+            )
+        written = json.loads(marker.read_text()).get("format")
+        if written != FORMAT:
+            raise ValueError(f"checkpoint {self.path} has format {written}, this version reads {FORMAT}")

@@ -1,0 +1,157 @@
+"""`PolicyState`: the policy on this rank: chunks, optimizer, runner, reference, and what of it may leave the device."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlite import device as devices
+from rlite.layout.architecture import Architecture
+from rlite.layout.boxes import LocalLayout
+from rlite.layout.megatron import megatron_boxes
+from rlite.layout.parallel import ParallelLayout
+from rlite.megatron.options import MegatronOptions, OptimizerConfig
+from rlite.memory import FlatBuffers, PhaseMachine
+from rlite.memory.phases import GRADIENTS, OPTIMIZER, POLICY, REFERENCE
+from rlite.strategies.checkpoint import RunCheckpoint
+
+
+class PolicyState:
+    """Built once in a process; Megatron's groups must exist (`build_groups`).
+
+    Args:
+        policy_dir: Hugging Face directory with `config.json`, with or without weights.
+        layout: training layout, validated against the world size.
+        options: of the training engine.
+        params_dtype: of the weights that compute.
+        phases: the machine at which the residents are registered.
+
+    Raises:
+        FileNotFoundError: no `config.json` in `policy_dir`.
+        ValueError: an architecture or layout that is not supported.
+    """
+
+    def __init__(
+        self,
+        policy_dir: str,
+        *,
+        layout: ParallelLayout,
+        options: MegatronOptions,
+        params_dtype: torch.dtype,
+        phases: PhaseMachine,
+    ) -> None:
+        from rlite.megatron.model import build_policy
+
+        self.dir, self.layout, self.options, self.phases = Path(policy_dir), layout, options, phases
+        self.hf_config = read_hf_config(self.dir)
+        self.architecture = Architecture.from_config(self.hf_config)
+        self.chunks: torch.nn.ModuleList = build_policy(
+            self.hf_config, layout, options=options, params_dtype=params_dtype, initialize=not has_weights(self.dir)
+        )
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self._runner: Any = None
+
+    @staticmethod
+    def build_groups(layout: ParallelLayout, device: torch.device, *, seed: int) -> str | None:
+        """Bootstraps Megatron-core and creates its groups; one line about what was found, None when they exist already."""
+        from rlite.megatron.bootstrap import bootstrap
+
+        found = bootstrap(devices.DeviceKind(device.type))
+        from megatron.core import parallel_state
+
+        if parallel_state.model_parallel_is_initialized():
+            return None
+        from rlite.megatron.groups import build_process_groups
+
+        build_process_groups(layout, seed=seed)
+        return str(found)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    def layout_of(self, rank: int) -> LocalLayout:
+        """Which parts of the canonical tensors `rank` holds."""
+        return megatron_boxes(self.architecture, self.layout, torch.distributed.get_world_size(), rank)
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """This rank's weights by the names of `layout_of`."""
+        from rlite.megatron.model import named_local_tensors
+
+        return named_local_tensors(self.chunks)
+
+    def load_initial_weights(self, init_from: str | None) -> None:
+        """From `init_from` (Hugging Face directory, rlite checkpoint, or a run directory), else from the policy's own."""
+        source = Path(init_from) if init_from else self.dir
+        if init_from and not source.exists():
+            raise FileNotFoundError(f"model.init_from = {init_from}: no such directory")
+        if has_weights(source):
+            from rlite.reshard.safetensors_io import load_hf_weights
+
+            rank = torch.distributed.get_rank()
+            load_hf_weights(source, self.layout_of(rank), self.local_tensors(), architecture=self.architecture)
+        elif init_from:
+            RunCheckpoint.find(source).load_weights(self.chunks)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def build_optimizer(self, config: OptimizerConfig, *, total_steps: int) -> dict[str, Any]:
+        """Wraps the chunks, builds optimizer and schedule, registers the residents. What Lightning wants of an optimizer."""
+        from rlite.megatron.buffers import flat_gradients
+        from rlite.megatron.optimizer import LrScheduler, build_optimizer, wrap_for_training
+
+        wrapped = wrap_for_training(list(self.chunks))
+        for index, chunk in enumerate(wrapped):  # the module list that Lightning knows keeps its identity
+            self.chunks[index] = chunk
+        self.optimizer = build_optimizer(self.chunks, config.with_total_steps(total_steps))
+        self.scheduler = LrScheduler(self.optimizer)
+        self._runner = None
+        self.register_residents()
+        self.phases.register(FlatBuffers(GRADIENTS, flat_gradients(self.chunks), contents="scratch"))
+        return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self.scheduler}}
+
+    def register_residents(self) -> None:
+        """Tells the phase machine where weights and optimizer state are; again after they moved to other storages."""
+        from rlite.megatron.buffers import flat_optimizer_state, flat_parameters
+
+        if self.optimizer is None:
+            self.phases.register(FlatBuffers(POLICY, (p.data for p in self.chunks.parameters())))
+        else:
+            self.phases.register(FlatBuffers(POLICY, flat_parameters(self.chunks)))
+            self.phases.register(FlatBuffers(OPTIMIZER, flat_optimizer_state(self.optimizer)))
+
+    def keep_reference(self) -> None:
+        """Copies the weights as they are now to the host; phase REFERENCE puts them in the policy's place."""
+        policy = self.phases.residents[POLICY]
+        assert isinstance(policy, FlatBuffers)
+        self.phases.register(policy.frozen_copy(REFERENCE))
+
+    @property
+    def runner(self) -> Any:
+        """Scores and updates rows with these chunks."""
+        if self._runner is None:
+            from rlite.megatron.runner import PolicyRunner
+
+            self._runner = PolicyRunner(
+                list(self.chunks), self.layout, options=self.options, optimizer=self.optimizer
+            )
+        return self._runner
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a Hugging Face directory. Raises FileNotFoundError that says what was looked for."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"model.policy = {directory}: no config.json there. Give a Hugging Face directory (config.json, tokenizer, "
+            "with or without *.safetensors)"
+        )
+    return json.loads(path.read_text())
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a Hugging Face directory holds safetensors."""
+    return any(directory.glob("*.safetensors"))

@@ -1,0 +1,44 @@
+"""vLLM is imported once, here; every test world is a fork of this process. Model directories are made once a session."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.models import make_model_dir
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def original_functions() -> dict[str, Any]:
+    """Applies the CPU fixes, imports vLLM, and returns what stock vLLM had at each fix's target."""
+    pytest.importorskip("vllm")
+    from rlite.rollout import vllm_compat
+
+    originals = {}
+    for fix in vllm_compat.CPU_FIXES:
+        owner, name = vllm_compat.resolve(fix)
+        originals[fix.target] = getattr(owner, name)
+        setattr(owner, name, fix.replacement)
+    import vllm.v1.worker.cpu_model_runner  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    return originals
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`model_dir(name, seed=0, **config overrides)`: a tiny random model, made once a session."""
+    root = tmp_path_factory.mktemp("models")
+    made: dict[str, Path] = {}
+
+    def get(name: str, seed: int = 0, **overrides: Any) -> Path:
+        key = f"{name}_{seed}_{sorted(overrides.items())}"
+        if key not in made:
+            made[key] = make_model_dir(root / str(len(made)), name, seed=seed, **overrides)
+        return made[key]
+
+    return get
