@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from rlite.data.sampler import EvalSampler, PromptSampler, check_batch_size
-from rlite.data.sources import DataSource, Row, check_columns, load_rows
+from rlite.data.sources import DataSource, Row, SourceLike, check_columns, load_rows
 from rlite.data.tokenize import PromptEncoder, PromptFormat, load_tokenizer
 from rlite.types import Prompt, RolloutBatch, TokenRow
 
@@ -60,9 +60,9 @@ class PromptDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: DataSource | list[dict[str, Any]],
-        val: DataSource | list[dict[str, Any]] | None = None,
-        test: DataSource | list[dict[str, Any]] | None = None,
+        train: SourceLike,
+        val: SourceLike | None = None,
+        test: SourceLike | None = None,
         *,
         batch_size: int = 8,
         prompt: PromptFormat = DEFAULT_FORMAT,

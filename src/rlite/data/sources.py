@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from rlite.data.arithmetic import arithmetic_rows
 
-Row = dict[str, Any]
+# Spelled out, since for `Any` jsonargparse reads the text "7" of a config as the number 7.
+Row = dict[str, str | int | float | bool | list | dict | None]
 
 
 @dataclass(frozen=True, kw_only=True)
