@@ -58,15 +58,16 @@ def test_reasoning_gym_rows_have_a_prompt_and_what_the_scorer_needs():
     assert rows == load_rows(source)
 
 
-def test_rows_may_be_given_in_python():
-    assert load_rows(ROWS) == ROWS
+def test_rows_may_be_given():
+    assert load_rows(DataSource(kind="rows", rows=ROWS)) == ROWS
+    assert load_rows(DataSource(kind="rows", rows=ROWS, size=2)) == ROWS[:2]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         (DataSource(kind="file", path="nowhere.jsonl"), r"data\.train\.path = 'nowhere\.jsonl': no such file"),
-        (DataSource(kind="file"), r"data\.train\.path is missing"),
+        (DataSource(kind="file"), r"data\.train\.path = None: kind 'file' needs path"),
         (DataSource(kind="dataset", path="./no/such/dir"), r"data\.train: datasets\.load_dataset"),
         (DataSource(kind="reasoning_gym", path="chain_sums"), "did you mean 'chain_sum'"),
         (DataSource(kind="reasoning_gym", path="chain_sum", params={"terms": 2}), r"data\.train\.params\.terms"),
@@ -76,7 +77,10 @@ def test_rows_may_be_given_in_python():
         ),
         (DataSource(kind="arithmetic", params={"operand": 3}), r"data\.train\.params\.operand"),
         (DataSource(kind="arithmetic", size=0), r"data\.train\.size = 0"),
-        ([], r"data\.train is empty"),
+        (DataSource(kind="rows"), r"data\.train is empty"),
+        (DataSource(kind="rows", params={"a": 1}), r"data\.train\.params = {'a': 1}: kind 'rows' takes none"),
+        (DataSource(kind="arithmetic", path="a.jsonl"), "kind 'arithmetic' takes no path"),
+        (DataSource(kind="arithmetic", rows=ROWS), r"data\.train\.rows is only for kind 'rows'"),
     ],
 )
 def test_a_bad_source_names_key_and_fix(source, message):

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from rlite.data.sampler import EvalSampler, PromptSampler, check_batch_size
-from rlite.data.sources import DataSource, Row, SourceLike, check_columns, load_rows
+from rlite.data.sources import DataSource, Row, check_columns, load_rows
 from rlite.data.tokenize import PromptEncoder, PromptFormat, load_tokenizer
 from rlite.types import Prompt, RolloutBatch, TokenRow
 
@@ -49,7 +49,7 @@ class PromptDataModule(LightningDataModule):
     run has. A validation batch may be empty on some ranks, see `EvalSampler`.
 
     Args:
-        train: source of the training rows, or the rows themselves.
+        train: source of the training rows.
         val: validation rows; without them `loader.val_fraction` may hold some of `train` out.
         test: rows for `rlite test` and `rlite predict`; the validation rows when not given.
         batch_size: prompts of one training step, all data-parallel ranks together.
@@ -60,9 +60,9 @@ class PromptDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: SourceLike,
-        val: SourceLike | None = None,
-        test: SourceLike | None = None,
+        train: DataSource,
+        val: DataSource | None = None,
+        test: DataSource | None = None,
         *,
         batch_size: int = 8,
         prompt: PromptFormat = DEFAULT_FORMAT,
@@ -88,7 +88,7 @@ class PromptDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Downloads on one process of a node; the others then find it in the cache."""
         for split, source in self.sources.items():
-            if isinstance(source, DataSource) and source.kind == "dataset":
+            if source is not None and source.kind == "dataset":
                 load_rows(source, key=f"data.{split}")
 
     @override

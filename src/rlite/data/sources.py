@@ -21,9 +21,9 @@ Row = dict[str, str | int | float | bool | list | dict | None]
 class DataSource:
     """Where the rows come from."""
 
-    kind: Literal["file", "dataset", "reasoning_gym", "arithmetic"]
+    kind: Literal["file", "dataset", "reasoning_gym", "arithmetic", "rows"]
     """`file`: .jsonl or .parquet. `dataset`: anything `datasets.load_dataset` opens, or a `save_to_disk` directory.
-    `reasoning_gym`: a generated task. `arithmetic`: generated sums, see `rlite.data.arithmetic`."""
+    `reasoning_gym`: a generated task. `arithmetic`: generated sums, see `rlite.data.arithmetic`. `rows`: given here."""
     path: str | None = None
     """File path, data set path or name, or reasoning-gym task name (such as `chain_sum`)."""
     split: str = "train"
@@ -34,13 +34,11 @@ class DataSource:
     """Of generated sources. Give train and validation different seeds."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further arguments: of the reasoning-gym task, of `arithmetic_rows`, or of `datasets.load_dataset`."""
+    rows: list[Row] = field(default_factory=list)
+    """The rows themselves, of kind `rows`."""
 
 
-SourceLike = DataSource | list[Row]
-"""A source, or the rows themselves."""
-
-
-def load_rows(source: SourceLike, *, key: str = "data.train") -> list[Row]:
+def load_rows(source: DataSource, *, key: str = "data.train") -> list[Row]:
     """Reads or generates the rows of `source`.
 
     Args:
@@ -50,16 +48,10 @@ def load_rows(source: SourceLike, *, key: str = "data.train") -> list[Row]:
     Raises:
         ValueError: missing file, unknown task, bad parameter, malformed line, empty set; names key, value and fix.
     """
-    if isinstance(source, DataSource):
-        if source.size is not None and source.size < 1:
-            raise ValueError(f"{key}.size = {source.size}: must be at least 1, or null for all rows")
-        if source.kind != "arithmetic" and not source.path:
-            raise ValueError(f"{key}.path is missing: kind {source.kind!r} needs it")
-        rows = _READERS[source.kind](source, key)
-    else:
-        rows = [dict(row) for row in source]
+    _check_fields(source, key)
+    rows = _READERS[source.kind](source, key)
     if not rows:
-        raise ValueError(f"{key} is empty: {_describe(source)} holds no rows")
+        raise ValueError(f"{key} is empty: {source.kind} {source.path or ''} holds no rows")
     return _same_columns(rows)
 
 
@@ -75,12 +67,28 @@ def check_columns(needed: Iterable[str], columns: Sequence[str], *, key: str) ->
             )
 
 
+def _check_fields(source: DataSource, key: str) -> None:
+    if source.size is not None and source.size < 1:
+        raise ValueError(f"{key}.size = {source.size}: must be at least 1, or null for all rows")
+    needs_path = source.kind in ("file", "dataset", "reasoning_gym")
+    if needs_path != bool(source.path):
+        raise ValueError(
+            f"{key}.path = {source.path!r}: kind {source.kind!r} {'needs' if needs_path else 'takes no'} path"
+        )
+    if source.params and source.kind in ("file", "rows"):
+        raise ValueError(f"{key}.params = {source.params}: kind {source.kind!r} takes none")
+    if source.rows and source.kind != "rows":
+        raise ValueError(f"{key}.rows is only for kind 'rows', got kind {source.kind!r}")
+
+
+def _read_given(source: DataSource, key: str) -> list[Row]:
+    return [dict(row) for row in source.rows[: source.size]]
+
+
 def _read_file(source: DataSource, key: str) -> list[Row]:
     path = Path(source.path or "").expanduser()
     if not path.is_file():
         raise ValueError(f"{key}.path = {source.path!r}: no such file (working directory: {Path.cwd()})")
-    if source.params:
-        raise ValueError(f"{key}.params = {source.params}: kind 'file' takes none")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -165,11 +173,8 @@ _READERS = {
     "dataset": _read_dataset,
     "reasoning_gym": _read_reasoning_gym,
     "arithmetic": _read_arithmetic,
+    "rows": _read_given,
 }
-
-
-def _describe(source: SourceLike) -> str:
-    return f"{source.kind} {source.path or ''}".strip() if isinstance(source, DataSource) else "the list of rows"
 
 
 def _same_columns(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
