@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from rlite.layout.architecture import MLA, Architecture
+from rlite.layout.megatron import padded_vocab, pipeline_places
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.bootstrap import capabilities
 from rlite.megatron.options import MegatronOptions
 
 HfConfig = Mapping[str, Any]
-MODEL_TYPES = ("deepseek_v3", "deepseek_v2", "qwen3_moe", "qwen3", "qwen2", "llama", "mixtral")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,32 +45,21 @@ def model_config(
         ValueError: an architecture or feature that Megatron-core would compute differently, or sizes that the layout
             does not divide.
     """
-    if hf_config.get("model_type") not in MODEL_TYPES:
-        raise ValueError(f"model_type = {hf_config.get('model_type')!r}: supported are {', '.join(MODEL_TYPES)}")
+    arch = Architecture.from_config(hf_config)
     refuse_unsupported(hf_config)
-    validate_divisibility(hf_config, layout)
-    is_mla = hf_config["model_type"].startswith("deepseek")
-    fields = _common_fields(hf_config, params_dtype) | _layout_fields(layout) | _runtime_fields(options)
-    fields |= _mla_fields(hf_config) if is_mla else _gqa_fields(hf_config)
-    if num_experts(hf_config):
-        fields |= _moe_fields(hf_config) | {"moe_token_dispatcher_type": options.moe_dispatcher}
-    transformer = MLATransformerConfig(**fields) if is_mla else TransformerConfig(**fields)
+    validate_divisibility(arch, layout)
+    fields = _common_fields(arch, hf_config, params_dtype) | _layout_fields(layout) | _runtime_fields(options)
+    fields |= {"num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim} if arch.mla is None else {}
+    fields |= _mla_fields(arch.mla, rope_parameters(hf_config)) if arch.mla is not None else {}
+    # Set for dense models too: Megatron-core's default dispatcher forbids pipelines with micro-batches of any length.
+    fields |= {"moe_token_dispatcher_type": "alltoall"}
+    fields |= _moe_fields(arch, hf_config) if arch.moe is not None else {}
     return ModelConfig(
-        transformer=transformer,
-        gpt_kwargs=_gpt_kwargs(hf_config, layout),
-        vocab_size=hf_config["vocab_size"],
+        transformer=TransformerConfig(**fields) if arch.mla is None else MLATransformerConfig(**fields),
+        gpt_kwargs=_gpt_kwargs(arch, hf_config, layout),
+        vocab_size=arch.vocab_size,
         init_std=hf_config.get("initializer_range", 0.02),
     )
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of `tp`."""
-    return -(-vocab_size // tp) * tp
-
-
-def num_experts(hf: HfConfig) -> int:
-    """Routed experts of a layer; 0 for a dense model."""
-    return hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts") or 0
 
 
 def rope_parameters(hf: HfConfig) -> dict[str, Any]:
@@ -81,19 +71,19 @@ def rope_parameters(hf: HfConfig) -> dict[str, Any]:
     return rope
 
 
-def _common_fields(hf: HfConfig, params_dtype: torch.dtype) -> dict[str, Any]:
+def _common_fields(arch: Architecture, hf: HfConfig, params_dtype: torch.dtype) -> dict[str, Any]:
     return {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "num_attention_heads": hf["num_attention_heads"],
-        "ffn_hidden_size": hf["intermediate_size"],
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "ffn_hidden_size": arch.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf.get("rms_norm_eps", 1e-6),
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf["model_type"] == "qwen2",
-        "qk_layernorm": hf["model_type"] in ("qwen3", "qwen3_moe", "deepseek_v3", "deepseek_v2"),
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm or arch.mla is not None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": params_dtype,
@@ -150,22 +140,13 @@ def _runtime_fields(options: MegatronOptions) -> dict[str, Any]:
     }
 
 
-def _gqa_fields(hf: HfConfig) -> dict[str, Any]:
-    heads = hf["num_attention_heads"]
-    return {
-        "num_query_groups": hf.get("num_key_value_heads") or heads,
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
-    }
-
-
-def _mla_fields(hf: HfConfig) -> dict[str, Any]:
-    rope = rope_parameters(hf)
+def _mla_fields(mla: MLA, rope: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
-        "q_lora_rank": hf.get("q_lora_rank"),
-        "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": hf["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
-        "v_head_dim": hf["v_head_dim"],
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
         "rotary_base": float(rope["rope_theta"]),
         "rotary_percent": 1.0,
     }
@@ -182,13 +163,14 @@ def _mla_fields(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def _moe_fields(hf: HfConfig) -> dict[str, Any]:
+def _moe_fields(arch: Architecture, hf: HfConfig) -> dict[str, Any]:
+    assert arch.moe is not None
     has_te = capabilities().transformer_engine
     fields = {
-        "num_moe_experts": num_experts(hf),
+        "num_moe_experts": arch.moe.num_experts,
         "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_ffn_hidden_size": hf.get("moe_intermediate_size") or hf["intermediate_size"],
-        "moe_layer_freq": moe_layers(hf),
+        "moe_ffn_hidden_size": arch.moe.intermediate_size,
+        "moe_layer_freq": [int(layer in arch.moe.layers) for layer in range(arch.num_layers)],
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -198,15 +180,15 @@ def _moe_fields(hf: HfConfig) -> dict[str, Any]:
         # Softmax over the chosen experts == over all, renormalised; without renormalisation it comes before top-k.
         "moe_router_pre_softmax": hf["model_type"] != "mixtral" and not hf.get("norm_topk_prob", False),
     }
-    if hf["model_type"].startswith("deepseek"):
-        fields |= _deepseek_moe_fields(hf)
+    if arch.moe.shared_intermediate_size:
+        fields["moe_shared_expert_intermediate_size"] = arch.moe.shared_intermediate_size
+    if arch.model_type.startswith("deepseek"):
+        fields |= _deepseek_router_fields(hf)
     return fields
 
 
-def _deepseek_moe_fields(hf: HfConfig) -> dict[str, Any]:
+def _deepseek_router_fields(hf: HfConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {"moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0)}
-    if hf.get("n_shared_experts"):
-        fields["moe_shared_expert_intermediate_size"] = hf["moe_intermediate_size"] * hf["n_shared_experts"]
     if (hf.get("n_group") or 1) > 1:
         fields |= {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
     if hf["model_type"] == "deepseek_v3":
@@ -219,23 +201,12 @@ def _deepseek_moe_fields(hf: HfConfig) -> dict[str, Any]:
     return fields
 
 
-def moe_layers(hf: HfConfig) -> list[int]:
-    """1 for every layer with experts, 0 for a dense one."""
-    layers = range(hf["num_hidden_layers"])
-    if hf["model_type"].startswith("deepseek"):
-        return [int(layer >= hf.get("first_k_dense_replace", 0)) for layer in layers]
-    if hf["model_type"] == "qwen3_moe":
-        dense, every = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-        return [int(layer not in dense and (layer + 1) % every == 0) for layer in layers]
-    return [1 for _ in layers]
-
-
-def _gpt_kwargs(hf: HfConfig, layout: ParallelLayout) -> dict[str, Any]:
+def _gpt_kwargs(arch: Architecture, hf: HfConfig, layout: ParallelLayout) -> dict[str, Any]:
     rope = rope_parameters(hf)
     kwargs = {
-        "vocab_size": padded_vocab_size(hf["vocab_size"], layout.tp),
+        "vocab_size": padded_vocab(arch, layout),
         "max_sequence_length": hf.get("max_position_embeddings", 2048),
-        "share_embeddings_and_output_weights": bool(hf.get("tie_word_embeddings", False)),
+        "share_embeddings_and_output_weights": arch.tied_embeddings,
         "position_embedding_type": "rope",
         "rotary_base": rope["rope_theta"],
     }
@@ -280,36 +251,23 @@ def _refuse_other_group_scores(hf: HfConfig) -> None:
         )
 
 
-def validate_divisibility(hf: HfConfig, layout: ParallelLayout) -> None:
+def validate_divisibility(arch: Architecture, layout: ParallelLayout) -> None:
     """Raises ValueError with the equation when the layout does not divide the model."""
-    is_mla = hf["model_type"].startswith("deepseek")
-    experts = num_experts(hf)
-    checks = [("num_attention_heads", hf["num_attention_heads"], "tp", layout.tp)]
-    if not is_mla:
-        kv_heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
-        checks.append(("num_key_value_heads", kv_heads, "tp", layout.tp))
-    checks.append(("intermediate_size", hf["intermediate_size"], "tp", layout.tp))
-    if experts:
-        expert_size = hf.get("moe_intermediate_size") or hf["intermediate_size"]
-        checks += [("number of experts", experts, "ep", layout.ep), ("expert size", expert_size, "etp", layout.etp)]
-        shared = (hf.get("n_shared_experts") or 0) * expert_size
-        checks.append(("shared expert size", shared, "tp", layout.tp))
+    checks = [
+        ("num_attention_heads", arch.num_heads, "tp", layout.tp),
+        ("intermediate_size", arch.intermediate_size, "tp", layout.tp),
+    ]
+    if arch.mla is None:
+        checks.append(("num_key_value_heads", arch.num_kv_heads, "tp", layout.tp))
+    if arch.moe is not None:
+        checks += [
+            ("number of experts", arch.moe.num_experts, "ep", layout.ep),
+            ("expert size", arch.moe.intermediate_size, "etp", layout.etp),
+            ("shared expert size", arch.moe.shared_intermediate_size, "tp", layout.tp),
+        ]
     elif layout.ep > 1:
-        raise ValueError(f"strategy.layout.ep = {layout.ep}: {hf['model_type']} has no experts, set ep = 1")
+        raise ValueError(f"strategy.layout.ep = {layout.ep}: {arch.model_type} has no experts, set ep = 1")
     for name, size, axis, ranks in checks:
         if size % ranks:
-            raise ValueError(f"strategy.layout.{axis} = {ranks} does not divide {name} = {size} ({hf['model_type']})")
-    _validate_stages(hf["num_hidden_layers"], layout)
-
-
-def _validate_stages(num_layers: int, layout: ParallelLayout) -> None:
-    fixed = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
-    stages, rest = layout.pp - len(fixed), num_layers - sum(fixed)
-    if layout.pp == 1 and fixed:
-        raise ValueError("strategy.layout.first_stage_layers / last_stage_layers need pp > 1")
-    pieces = max(stages, 0) * layout.vpp
-    if rest < 0 or (pieces == 0 and rest) or (pieces and rest % pieces):
-        raise ValueError(
-            f"strategy.layout: {num_layers} layers - {sum(fixed)} on the first/last stage = {rest} do not split "
-            f"evenly over {stages} stages * vpp {layout.vpp}; set first_stage_layers or last_stage_layers"
-        )
+            raise ValueError(f"strategy.layout.{axis} = {ranks} does not divide {name} = {size} ({arch.model_type})")
+    pipeline_places(arch.num_layers, layout)
