@@ -72,15 +72,18 @@ def _derive(summary: dict[str, float], sums: Mapping[str, float]) -> dict[str, f
         summary["rollout/ess"] = summary["rollout/is_mean"] ** 2 / moments["is_square"]
         summary["rollout/chi2_token"] = moments["is_square"] - 1.0
         summary["rollout/prob_pearson"] = _pearson(moments)
-        spread = moments["prob_abs_square"] - summary["rollout/prob_abs_mean"] ** 2
-        summary["rollout/prob_abs_std"] = math.sqrt(max(spread, 0.0))
+        summary["rollout/prob_abs_std"] = _sample_std(
+            moments["prob_abs_square"], summary["rollout/prob_abs_mean"], sums["count:tokens"]
+        )
     if "seq_is_square" in moments:
         summary["rollout/chi2_seq"] = moments["seq_is_square"] - 1.0
     if "reward_square" in moments:
-        count = sums["count:judged"]
-        spread = moments["reward_square"] - summary["reward/mean"] ** 2
-        summary["reward/std"] = math.sqrt(max(spread, 0.0) * count / max(count - 1.0, 1.0))
+        summary["reward/std"] = _sample_std(moments["reward_square"], summary["reward/mean"], sums["count:judged"])
     return summary
+
+
+def _sample_std(mean_square: float, mean: float, count: float) -> float:
+    return math.sqrt(max(mean_square - mean**2, 0.0) * count / max(count - 1.0, 1.0))
 
 
 def _pearson(moments: Mapping[str, float]) -> float:
