@@ -33,7 +33,9 @@ _COMMON = dict(
     initializer_range=0.2,
     tie_word_embeddings=False,
 )
-_MLA = dict(q_lora_rank=48, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+# vLLM's CPU kernels demand a head dim in multiples of 32, and kv_lora_rank 512 with qk_rope_head_dim 64 for MLA.
+_DENSE = dict(hidden_size=128, intermediate_size=192)
+_MLA = dict(q_lora_rank=48, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
 _DSV3 = dict(
     num_hidden_layers=3,
     num_key_value_heads=4,
@@ -52,9 +54,13 @@ _QWEN3_MOE = dict(head_dim=32, moe_intermediate_size=64, num_experts=8, num_expe
 _MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, {**_COMMON, **_DSV3, **_MLA}),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**_COMMON, **_QWEN3_MOE}),
-    "llama": (LlamaForCausalLM, LlamaConfig, _COMMON),
-    "llama_tied": (LlamaForCausalLM, LlamaConfig, {**_COMMON, "tie_word_embeddings": True}),
-    "qwen2_tied": (Qwen2ForCausalLM, Qwen2Config, {**_COMMON, "tie_word_embeddings": True}),
+    "llama": (LlamaForCausalLM, LlamaConfig, {**_COMMON, **_DENSE}),
+    "llama_tied": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {**_COMMON, **_DENSE, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "qwen2_tied": (Qwen2ForCausalLM, Qwen2Config, {**_COMMON, **_DENSE, "tie_word_embeddings": True}),
 }
 MODEL_NAMES = tuple(_MODELS)
 

@@ -1,5 +1,6 @@
-"""vLLM is imported once, here; every test world is a fork of this process. Model directories are made once a session."""
+"""vLLM is imported once, here; every test world is a fork of this process. Model directories are made once, too."""
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ def original_functions() -> dict[str, Any]:
     import vllm.v1.worker.cpu_model_runner  # noqa: F401
     from vllm import LLM  # noqa: F401
 
+    # Otherwise every collection in every fork walks, and so copies, all that was imported: seconds a world.
+    gc.freeze()
     return originals
 
 

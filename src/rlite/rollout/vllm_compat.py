@@ -113,7 +113,7 @@ CPU_FIXES = (
 def apply_cpu_fixes() -> None:
     """Installs `CPU_FIXES` in this process; before `vllm.LLM`, again harmless. Raises VLLMVersionError."""
     for fix in CPU_FIXES:
-        owner, name = _resolve(fix)
+        owner, name = resolve(fix)
         setattr(owner, name, fix.replacement)
 
 
@@ -130,7 +130,8 @@ def cpu_llm_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _resolve(fix: Fix) -> tuple[Any, str]:
+def resolve(fix: Fix) -> tuple[Any, str]:
+    """The object that holds the fix's target, and the attribute's name. Raises VLLMVersionError when it is missing."""
     module_name, _, path = fix.target.partition(":")
     *parents, name = path.split(".")
     try:
