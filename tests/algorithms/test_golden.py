@@ -1,5 +1,6 @@
 """Every value and gradient of the golden file, which an independent numpy script made (gradients by complex step)."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,20 @@ def test_extreme_log_ratio_is_clamped_and_has_no_gradient():
     loss.backward()
     assert abs(loss.item() - want["value"]) <= 1e-12
     assert live_N.grad[0].item() == want["grad_0_0"]
+
+
+def test_benchmark_takes_batches_of_any_size(tmp_path):
+    """The golden batch twice over: every loss is a mean and stays, every gradient halves."""
+    data = json.loads(FILE.read_text())
+    for name in ("lengths", "rewards", "mask", "lp_new", "lp_old", "lp_roll", "lp_ref", "entropy", "truncated", "adv"):
+        data["inputs"][name] *= 2
+    data["inputs"]["reward_table"] *= 2
+    data["inputs"]["group"] += [group + 2 for group in data["inputs"]["group"]]
+    del data["losses"]["dapo+top_entropy_0.2/token_mean"]  # the quantile interpolates between other neighbours
+    for entry in data["losses"].values():
+        entry["grad"] = [[value / 2 for value in row] for row in entry["grad"]] * 2
+    within_group = ("grpo_eps1e-6", "dr_grpo", "rloo", "loo_mean_loo_std_eps1e-6", "opo", "multi_weighted_sum")
+    data["advantages"] = {name: data["advantages"][name] * 2 for name in within_group}
+    path = tmp_path / "doubled.json"
+    path.write_text(json.dumps(data))
+    assert [check.name for check in all_checks(path) if not check.error <= check.tolerance] == []

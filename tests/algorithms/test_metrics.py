@@ -131,3 +131,20 @@ def test_pass_at_k_golden(name):
 def test_pass_at_k_needs_k_samples():
     with pytest.raises(ValueError, match="k = 5"):
         alg.pass_at_k(4, 1, 5)
+
+
+def test_clip_fractions_of_a_sequence_ratio_count_rows():
+    """Three of four tokens are clipped, but that is one of two rows."""
+    inputs = alg.LossInputs(
+        logprobs_N=torch.tensor([-1.0, -1.0, -1.0, -1.0]),
+        old_logprobs_N=torch.tensor([-2.0, -2.0, -2.0, -1.0]),
+        advantages_N=torch.ones(4),
+        row_N=torch.tensor([0, 0, 0, 1]),
+        lengths_B=torch.tensor([3, 1]),
+    )
+    counts = alg.Counts.of(inputs.lengths_B)
+    by_row = summary(alg.PolicyObjective(alg.algorithm_config("gspo"))(inputs, counts).metric_sums)
+    by_token = summary(alg.PolicyObjective(alg.algorithm_config("grpo"))(inputs, counts).metric_sums)
+    assert by_row["clip_ratio/high_mean"] == by_row["clip_ratio/region_mean"] == 0.5
+    assert by_token["clip_ratio/high_mean"] == 0.75
+    assert by_row["clip_ratio/high_max"] == by_token["clip_ratio/high_max"] == 1.0

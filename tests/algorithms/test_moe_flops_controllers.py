@@ -132,3 +132,10 @@ def test_high_entropy_threshold_is_the_linear_quantile():
         want = torch.quantile(entropy_N.double(), 1.0 - fraction).item()
         assert alg.high_entropy_threshold(entropy_N, fraction) == pytest.approx(want, abs=1e-12, rel=0)
     assert alg.high_entropy_threshold(torch.zeros(0), 0.2) == 0.0
+
+
+def test_tokens_at_the_threshold_keep_their_gradient():
+    entropy_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    threshold = alg.high_entropy_threshold(entropy_N, 0.5)
+    assert threshold == 3.0
+    assert alg.high_entropy_mask(entropy_N, threshold).tolist() == [False, False, True, True, True]
