@@ -139,3 +139,21 @@ def test_tokens_at_the_threshold_keep_their_gradient():
     threshold = alg.high_entropy_threshold(entropy_N, 0.5)
     assert threshold == 3.0
     assert alg.high_entropy_mask(entropy_N, threshold).tolist() == [False, False, True, True, True]
+
+
+def test_fixed_coefficients_stay():
+    coefficients = alg.Coefficients(alg.AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01))
+    coefficients.update({"kl": 5.0, "entropy": 0.0}, completions=1000)
+    assert (coefficients.kl, coefficients.entropy) == (0.1, 0.01)
+    assert coefficients.state_dict() == {}
+
+
+def test_adaptive_coefficients_follow_the_metrics_and_resume():
+    config = alg.AlgorithmConfig(kl_coef=0.1, kl_target=0.05, kl_horizon=1000, entropy_coef=0.01, entropy_target=0.2)
+    coefficients, resumed = alg.Coefficients(config), alg.Coefficients(config)
+    assert (coefficients.kl, coefficients.entropy) == (0.1, 0.0)
+    coefficients.update({"kl": 0.08, "entropy": 0.15}, completions=64)
+    assert coefficients.kl == pytest.approx(0.10128, abs=1e-15, rel=0)
+    assert coefficients.entropy == pytest.approx(0.015, abs=1e-15, rel=0)
+    resumed.load_state_dict(coefficients.state_dict())
+    assert (resumed.kl, resumed.entropy) == (coefficients.kl, coefficients.entropy)

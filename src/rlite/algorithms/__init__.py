@@ -5,7 +5,7 @@ from rlite.algorithms import whitening as whitening
 from rlite.algorithms.advantages import AdvantageInputs, GroupStatistics, compute_advantages
 from rlite.algorithms.aggregation import AGGREGATIONS, aggregate
 from rlite.algorithms.config import AlgorithmConfig
-from rlite.algorithms.controllers import AdaptiveEntropy, AdaptiveKL
+from rlite.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, Coefficients
 from rlite.algorithms.corrections import CORRECTIONS, correction_weights, opsm_mask
 from rlite.algorithms.entropy import high_entropy_mask, high_entropy_threshold
 from rlite.algorithms.flops import ModelShape, forward_flops, generate_flops, mfu, train_flops
@@ -39,6 +39,7 @@ __all__ = [
     "AdaptiveKL",
     "AdvantageInputs",
     "AlgorithmConfig",
+    "Coefficients",
     "Counts",
     "GroupStatistics",
     "LossInputs",
