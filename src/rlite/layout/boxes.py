@@ -49,8 +49,9 @@ class LocalTensor(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Elements of a local tensor that belong to no canonical one: vocabulary padding, which is kept zero."""
+    """Elements of a local tensor that pad canonical `tensor` (vocabulary rows) and are kept zero."""
 
+    tensor: str
     local: str
     start: Index
     stop: Index

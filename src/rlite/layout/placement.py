@@ -128,6 +128,7 @@ class RuledPlacement(ABC):
         self._slots_by_key: dict[Hashable, tuple[Slot, ...]] = {}
         self._own_slots: dict[Hashable, tuple[Slot, ...]] = {}
         self._shardings: dict[Hashable, Sharding] = {}
+        self._interned: dict[tuple[Shard, ...], Sharding] = {}
 
     padded_rows: Mapping[str, int] = {}
     """Rows, over all ranks, of the tensors of a role whose vocabulary is padded."""
@@ -156,7 +157,8 @@ class RuledPlacement(ABC):
                 for slot in self._cached_slots(tensor)
                 for segment in self.rules[slot.role].cut(tensor, slot.index, slot.size)
             ]
-            self._shardings[key] = Sharding(tuple(shards))
+            equal = self._interned.setdefault(tuple(shards), Sharding(tuple(shards)))
+            self._shardings[key] = equal
         return self._shardings[key]
 
     def local(self, rank: int) -> LocalLayout:
@@ -173,7 +175,7 @@ class RuledPlacement(ABC):
                     shape = tuple(map(max, box.local_stop, shape)) if any(shape) else box.local_stop
                 if slot.role in self.padded_rows:
                     shape = (self.padded_rows[slot.role] // slot.size, *tensor.shape[1:])
-                    padding.extend(_padding(local, new_boxes, shape))
+                    padding.extend(_padding(tensor.name, local, new_boxes, shape))
                 shapes[local] = shape
                 dtypes[local] = self.dtype(tensor.name)
         tensors = tuple(LocalTensor(name, shape, dtypes[name]) for name, shape in shapes.items())
@@ -209,7 +211,7 @@ def _region(tensor: CanonicalTensor, segment: Segment) -> tuple[Index, Index]:
     return start, stop
 
 
-def _padding(local: str, boxes: Sequence[Box], shape: Index) -> list[Region]:
+def _padding(tensor: str, local: str, boxes: Sequence[Box], shape: Index) -> list[Region]:
     """Rows behind the last real one."""
     used = max((box.local_stop[0] for box in boxes), default=0)
-    return [Region(local, (used, *(0 for _ in shape[1:])), shape)] if used < shape[0] else []
+    return [Region(tensor, local, (used, *(0 for _ in shape[1:])), shape)] if used < shape[0] else []

@@ -1,0 +1,209 @@
+"""What one rank moves: its share of the global decisions, as messages in buckets."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from rlite.layout.boxes import Box, Index, LocalLayout, intersect
+from rlite.reshard.pieces import Match, Piece
+from rlite.reshard.routes import BucketSpan, Choices, Traffic, cut_piece, takers_by_sender
+
+LONE_MESSAGE_BYTES = 2**20
+"""From this size on a part travels as a message of its own, so that an end where it is contiguous needs no copy."""
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of an element, by the torch name of the dtype."""
+
+LocalIndex = tuple[int | slice, ...]
+Routes = dict[tuple[int, tuple[int, ...], str], list["Move"]]
+"""(sender, takers, dtype on the wire) -> moves between them."""
+
+
+class Move(NamedTuple):
+    """Elements of one local tensor that leave for, or come from, another rank."""
+
+    local: str
+    index: LocalIndex
+    numel: int
+
+
+class LocalCopy(NamedTuple):
+    """Elements that this rank both holds and needs."""
+
+    source: str
+    source_index: LocalIndex
+    destination: str
+    destination_index: LocalIndex
+
+
+class Message(NamedTuple):
+    """Moves that travel together, in this order, from one rank to all its takers; all ends build the same list."""
+
+    sender: int
+    takers: tuple[int, ...]
+    wire_dtype: str
+    moves: tuple[Move, ...]
+    nbytes: int
+
+
+class Bucket(NamedTuple):
+    """One grouped exchange of this rank."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    copies: tuple[LocalCopy, ...]
+    done_sources: tuple[str, ...]
+    """Local source tensors that nothing needs after this bucket."""
+
+
+class RankMoves:
+    """Collects the moves of `rank`, tensor by tensor, and groups them.
+
+    Raises ValueError when a destination element would be written twice.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        traffic: Mapping[str, Traffic],
+        choices: Choices,
+        spans: Mapping[str, BucketSpan],
+        source: LocalLayout,
+        destination: LocalLayout,
+    ) -> None:
+        self.rank = rank
+        self.bytes_local = 0
+        self._traffic, self._choices, self._spans = traffic, choices, spans
+        self._held, self._needed = _by_tensor(source, traffic), _by_tensor(destination, traffic)
+        for name, boxes in self._needed.items():
+            _check_written_once(name, boxes, rank)
+        outside = {box.local for box in source.boxes if box.tensor not in traffic}
+        self._releasable = [tensor.name for tensor in source.tensors if tensor.name not in outside]
+        self._sends: dict[int, Routes] = defaultdict(lambda: defaultdict(list))
+        self._receives: dict[int, Routes] = defaultdict(lambda: defaultdict(list))
+        self._copies: dict[int, list[LocalCopy]] = defaultdict(list)
+        self._last_use: dict[str, int] = {}
+        self._own_pieces: dict[int, list[tuple[int, Piece]]] = {}
+        for name in traffic:
+            if name in self._needed:
+                self._receive(name)
+            if name in self._held:
+                self._send(name)
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """All buckets up to the last one in which this rank does anything."""
+        done: dict[int, list[str]] = defaultdict(list)
+        for local in self._releasable:
+            if local in self._last_use:
+                done[self._last_use[local]].append(local)
+        last = max([*self._sends, *self._receives, *self._copies], default=-1)
+        return tuple(
+            Bucket(
+                sends=_messages(self._sends.get(i, {})),
+                receives=_messages(self._receives.get(i, {})),
+                copies=tuple(self._copies.get(i, ())),
+                done_sources=tuple(done.get(i, ())),
+            )
+            for i in range(last + 1)
+        )
+
+    def unused_sources(self) -> tuple[str, ...]:
+        """Local source tensors that no rank takes anything from."""
+        return tuple(local for local in self._releasable if local not in self._last_use)
+
+    def _receive(self, name: str) -> None:
+        _, match, itemsize, wire_dtype = self._traffic[name]
+        first, parts = self._spans[name]
+        for number, piece in self._pieces(match):
+            if self.rank not in piece.takers:
+                continue
+            box = _box_around(self._needed[name], piece.start, piece.stop)
+            if self.rank in piece.holders:
+                self._copy(name, piece, box, first)
+                self.bytes_local += piece.numel * itemsize
+                continue
+            routes = takers_by_sender(self._choices, name, number, piece).items()
+            route = next((sender, takers, wire_dtype) for sender, takers in routes if self.rank in takers)
+            for part, start, stop, numel in cut_piece(piece, parts):
+                move = Move(box.local, box.local_index(start, stop), numel)
+                self._receives[first + part][route].append(move)
+
+    def _copy(self, name: str, piece: Piece, destination: Box, bucket: int) -> None:
+        source = _box_around(self._held[name], piece.start, piece.stop)
+        self._use(source.local, bucket)
+        self._copies[bucket].append(
+            LocalCopy(
+                source.local,
+                source.local_index(piece.start, piece.stop),
+                destination.local,
+                destination.local_index(piece.start, piece.stop),
+            )
+        )
+
+    def _send(self, name: str) -> None:
+        _, match, _, wire_dtype = self._traffic[name]
+        first, parts = self._spans[name]
+        for number, piece in self._pieces(match):
+            takers = takers_by_sender(self._choices, name, number, piece).get(self.rank)
+            if not takers:
+                continue
+            box = _box_around(self._held[name], piece.start, piece.stop)
+            for part, start, stop, numel in cut_piece(piece, parts):
+                move = Move(box.local, box.local_index(start, stop), numel)
+                self._sends[first + part][self.rank, takers, wire_dtype].append(move)
+                self._use(box.local, first + part)
+
+    def _pieces(self, match: Match) -> list[tuple[int, Piece]]:
+        """Pieces that this rank takes part in."""
+        key = id(match)
+        if key not in self._own_pieces:
+            rank, pieces = self.rank, enumerate(match.pieces)
+            self._own_pieces[key] = [(i, piece) for i, piece in pieces if rank in piece.takers or rank in piece.holders]
+        return self._own_pieces[key]
+
+    def _use(self, local: str, bucket: int) -> None:
+        self._last_use[local] = max(bucket, self._last_use.get(local, 0))
+
+
+def _messages(routes: Routes) -> tuple[Message, ...]:
+    """For each route one message of all small moves, then the large ones alone; wide elements first.
+
+    Both ends of a route list its messages in the same order.
+    """
+    messages = []
+    for route, moves in sorted(routes.items(), key=lambda item: (-ITEMSIZE[item[0][2]], item[0])):
+        itemsize = ITEMSIZE[route[2]]
+        small = tuple(move for move in moves if move.numel * itemsize < LONE_MESSAGE_BYTES)
+        if small:
+            messages.append(Message(*route, small, sum(move.numel for move in small) * itemsize))
+        large = (move for move in moves if move.numel * itemsize >= LONE_MESSAGE_BYTES)
+        messages.extend(Message(*route, (move,), move.numel * itemsize) for move in large)
+    return tuple(messages)
+
+
+def _by_tensor(layout: LocalLayout, names: Iterable[str]) -> dict[str, list[Box]]:
+    wanted = set(names)
+    boxes: dict[str, list[Box]] = defaultdict(list)
+    for box in layout.boxes:
+        if box.tensor in wanted:
+            boxes[box.tensor].append(box)
+    return dict(boxes)
+
+
+def _check_written_once(name: str, boxes: Sequence[Box], rank: int) -> None:
+    for a, b in itertools.combinations(boxes, 2):
+        if intersect(a.start, a.stop, b.start, b.stop):
+            raise ValueError(
+                f"{name}: destination rank {rank} holds elements {a.start}..{a.stop} in {a.local} and "
+                f"{b.start}..{b.stop} in {b.local}; every element may be written only once on a rank"
+            )
+
+
+def _box_around(boxes: Sequence[Box], start: Index, stop: Index) -> Box:
+    for box in boxes:
+        if all(a <= b for a, b in zip(box.start, start, strict=True)) and all(
+            a <= b for a, b in zip(stop, box.stop, strict=True)
+        ):
+            return box
+    raise AssertionError(f"no box holds {start}..{stop}")
