@@ -55,6 +55,11 @@ class RankAdvantage:
             {"old_policy": "rollout", "correction": "token_truncate", "correction_max": 2.0},
             r"model.algorithm.correction = 'token_truncate': the ratio to the engine already contains it",
         ),
+        ({"kl_in_reward": True}, r"model.algorithm.kl_in_reward = True: has no effect with kl_coef = 0"),
+        (
+            {"advantage": "gdpo", "overlong_buffer_tokens": 4},
+            r"model.algorithm.advantage = 'gdpo': reads single rewards",
+        ),
         ({"correction_normalize": "batch"}, r"model.algorithm.correction_normalize = 'batch': has no effect"),
         (
             {"overlong_buffer_tokens": 10, "truncation_reward_scale": 0.0},

@@ -104,8 +104,9 @@ class AlgorithmConfig:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """`old_logprobs_N` is needed even when each sample is used for one update only."""
-        return self.correction_normalize != "none" or (self.kl_in_reward and self.needs_ref_logprobs)
+        """The old policy must be scored before the update even when each sample is used for one update only."""
+        in_reward = self.kl_in_reward and self.needs_ref_logprobs
+        return self.correction_normalize != "none" or in_reward or self.entropy_top_fraction < 1.0
 
     @property
     def needs_rollout_logprobs(self) -> bool:
@@ -156,6 +157,10 @@ class AlgorithmConfig:
             fix = "cannot be combined with aggregation = prompt_mean_token_mean"
             self._require("correction_normalize", self.aggregation != "prompt_mean_token_mean", fix)
         self._require("kl_target", self.kl_target is None or self.kl_coef > 0, "needs kl_coef > 0 to start from")
+        self._require("kl_in_reward", not self.kl_in_reward or self.kl_coef > 0, "has no effect with kl_coef = 0")
+        shaped = self.overlong_buffer_tokens > 0 or self.truncation_reward_scale is not None or self.kl_in_reward
+        fix = "reads single rewards, which length terms and kl_in_reward do not change: switch those off"
+        self._require("advantage", self.advantage != "gdpo" or not shaped, fix)
         both = self.overlong_buffer_tokens > 0 and self.truncation_reward_scale is not None
         self._require("truncation_reward_scale", not both, "cannot be combined with overlong_buffer_tokens; choose one")
 
