@@ -1,15 +1,15 @@
 """`EP2TPConversion`: every rollout, the policy's training layout becomes the engine's layout by one planned exchange."""
 
-from __future__ import annotations
+import dataclasses
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from rlite.reshard.plan import Topology, plan_transfer
+from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES, plan_transfer
+from rlite.reshard.routes import Topology
+from rlite.reshard.transfer import Transfer, TransferStats
 from rlite.strategies.colocated import ColocatedRLStrategy, colocated
-
-DEFAULT_STAGING_BYTES = 256 * 2**20
 
 
 class EP2TPConversion(Callback):
@@ -23,7 +23,7 @@ class EP2TPConversion(Callback):
         node_size: ranks on one node, for choosing near sources; by default all ranks the launcher started on this node.
     """
 
-    def __init__(self, *, staging_budget_bytes: int = DEFAULT_STAGING_BYTES, node_size: int | None = None) -> None:
+    def __init__(self, *, staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES, node_size: int | None = None) -> None:
         if staging_budget_bytes < 1:
             raise ValueError(f"staging_budget_bytes = {staging_budget_bytes}: must be at least 1")
         self.staging_budget_bytes = staging_budget_bytes
@@ -46,21 +46,22 @@ class EP2TPConversion(Callback):
         engine, policy = strategy.engine, strategy.policy
         assert engine is not None
         if self._transfer is None:
-            world = range(strategy.world_size)
-            sources = [policy.layout_of(rank) for rank in world]
-            destinations = [engine.layout_of(policy.architecture, strategy.world_size, rank) for rank in world]
             plan = plan_transfer(
-                sources,
-                destinations,
+                policy.placement,
+                strategy.engine_placement(policy.architecture),
                 topology=Topology(node_size=self.node_size or strategy.num_processes),
                 rank=strategy.global_rank,
+                staging_budget_bytes=self.staging_budget_bytes,
             )
-            self._transfer = Transfer(plan, staging_budget_bytes=self.staging_budget_bytes)
+            self._transfer = Transfer(plan)
         self.stats = self._transfer.run(policy.local_tensors(), engine.weights())
         engine.finish_weight_update(self._policy_version)
 
-    def metrics(self) -> dict[str, float]:
-        """`perf/reshard/*` of the last conversion."""
-        if self.stats is None:
-            return {}
-        return {f"perf/reshard/{name}": float(value) for name, value in self.stats.as_dict().items()}
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Logs `perf/reshard/*` of the last conversion."""
+        if self.stats is not None:
+            for name, value in dataclasses.asdict(self.stats).items():
+                pl_module.log(f"perf/reshard/{name}", float(value), on_step=True, on_epoch=False, batch_size=1)

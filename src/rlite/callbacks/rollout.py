@@ -11,7 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from rlite.layout.architecture import Architecture
 from rlite.layout.parallel import EngineLayout
+from rlite.layout.placement import Placement
+from rlite.layout.vllm import VLLMPlacement
 from rlite.memory import CallableResident, Phase
 from rlite.memory.phases import ENGINE, KV_CACHE
 from rlite.rollout.config import VLLMConfig
@@ -59,6 +62,10 @@ class RolloutCallback(Callback):
     def engine_layout(self) -> EngineLayout:
         raise TypeError(f"{type(self).__name__} must implement engine_layout")
 
+    def placement(self, architecture: Architecture, world_size: int) -> Placement:
+        """Where the engine's ranks keep which weights."""
+        raise TypeError(f"{type(self).__name__} must implement placement")
+
     def _engine(self, trainer: Trainer, module: LightningModule) -> RolloutEngine:
         strategy = colocated(trainer)
         if strategy.engine is None:
@@ -69,6 +76,7 @@ class RolloutCallback(Callback):
             engine.sleep()
             _register(strategy, engine)
             strategy.engine = engine
+            strategy.engine_placement = lambda architecture: self.placement(architecture, strategy.world_size)
         return strategy.engine
 
     # -- Lightning hooks ---------------------------------------------------------------------------------------------
@@ -226,7 +234,11 @@ class VLLMRollout(RolloutCallback):
     @property
     @override
     def engine_layout(self) -> EngineLayout:
-        return EngineLayout(tp=self.engine_config.tp, expert_parallel=self.engine_config.expert_parallel)
+        return self.engine_config.layout
+
+    @override
+    def placement(self, architecture: Architecture, world_size: int) -> Placement:
+        return VLLMPlacement(architecture, self.engine_layout, world_size, dtype=self.engine_config.dtype)
 
     @override
     def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:

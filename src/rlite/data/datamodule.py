@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ class PromptDataModule(LightningDataModule):
 
     def _tokenize(self, split: str, rows: list[NumberedRow]) -> list[Item]:
         key = f"data.{split}"
-        encoder = PromptEncoder(self._load_tokenizer(), self.format, columns=list(rows[0][1]), key=key)
+        encoder = PromptEncoder(self.tokenizer, self.format, columns=list(rows[0][1]), key=key)
         items = [item for uid, row in rows if (item := self._encode(encoder, row, uid)) is not None]
         if encoder.num_too_long:
             action = "dropped" if self.format.too_long == "drop" else "truncated"
@@ -186,7 +187,9 @@ class PromptDataModule(LightningDataModule):
             )
         return items
 
-    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of `tokenizer_dir`, or of the policy."""
         directory = self.tokenizer_dir
         if directory is None and self.trainer is not None:
             directory = self.trainer.lightning_module.tokenizer_dir

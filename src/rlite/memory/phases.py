@@ -124,9 +124,9 @@ class PhaseMachine:
                 "finish the optimizer step or zero the gradients first"
             )
         if phase is Phase.GENERATE and (ENGINE not in self.residents or self._convert is None):
-            missing = "an engine (VLLMRollout)" if ENGINE not in self.residents else "a weight conversion (EP2TPConversion)"
+            missing = "the engine (VLLMRollout)" if ENGINE not in self.residents else "the weight conversion (EP2TPConversion)"
             raise PhaseError(
-                f"illegal phase transition {self.phase} -> {phase}: no {missing} is registered; add it to trainer.callbacks"
+                f"illegal phase transition {self.phase} -> {phase}: {missing} is missing; add it to trainer.callbacks"
             )
 
     def _enter_generate(self) -> None:

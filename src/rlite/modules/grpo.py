@@ -22,12 +22,13 @@ from rlite.algorithms import (
     summarize_metrics,
     trainable_rows,
 )
+from rlite.algorithms.rollout_metrics import advantage_metrics
 from rlite.config import BatchConfig
 from rlite.megatron.options import OptimizerConfig
 from rlite.memory import Phase
 from rlite.modules.base import PolicyModule
 from rlite.modules.experience import Experience
-from rlite.modules.step import StepFacts, rollout_metrics
+from rlite.modules.step import StepFacts, step_metrics
 from rlite.rewards import RewardRunner, RewardSpec
 from rlite.types import LossFn, LossOutput, Rollout, RolloutBatch, TokenScores
 
@@ -105,23 +106,19 @@ class GRPOModule(PolicyModule):
         self._score(batch)
         experience = Experience.from_rollouts(batch.rollouts)
         self._logprobs(experience, batch)
-        self._advantages(experience, batch)
-        metrics = self._updates(experience, batch)
-        metrics |= rollout_metrics(self._all_rollouts(batch), self.batch.group_size)
+        metrics = self._advantages(experience, batch)
+        metrics |= self._updates(experience, batch)
         metrics["rollout_step"] = float(batch_idx)
         self._log(batch, metrics, started_s)
 
     @override
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         self._score(batch)
-        rollouts = self._all_rollouts(batch)
-        for name, value in rollout_metrics(rollouts, group_size=1).items():
+        facts = StepFacts.concatenate(self._step_facts(batch))
+        count = len(facts.rewards_B)
+        for name, value in step_metrics(facts, torch.arange(count), self.rewards.names).items():
             if name.startswith(("reward", "completions/")):
-                self.log(f"val/{name}", value, on_step=False, on_epoch=True, batch_size=len(rollouts))
-
-    def _all_rollouts(self, batch: RolloutBatch) -> list[Rollout]:
-        """Those of every data-parallel rank."""
-        return [rollout for rank in self.strategy.gather_data_parallel(batch.rollouts) for rollout in rank]
+                self.log(f"val/{name}", value, on_step=False, on_epoch=True, batch_size=count)
 
     test_step = validation_step
 
@@ -162,10 +159,13 @@ class GRPOModule(PolicyModule):
             experience.old_logprobs = [s.logprobs for s in scores]
             self._note_differences(batch.rollouts, experience, range(len(scores)), experience.old_logprobs)
 
-    def _advantages(self, experience: Experience, batch: RolloutBatch) -> None:
-        """Advantages over the whole rollout step, whichever rank its groups are on; then which rows are trained on."""
+    def _advantages(self, experience: Experience, batch: RolloutBatch) -> dict[str, float]:
+        """Advantages over the whole rollout step, whichever rank its groups are on, and which rows are trained on.
+
+        Returns the metrics of the step's rewards, lengths and advantages.
+        """
         strategy, config = self.strategy, self.algorithm
-        facts = strategy.gather_data_parallel(StepFacts.of(batch.rollouts, self._token_kl(experience)))
+        facts = self._step_facts(batch, self._token_kl(experience))
         everyone = StepFacts.concatenate(facts)
         first = sum(len(rank.rewards_B) for rank in facts[: strategy.dp_rank])
         mine = slice(first, first + len(batch.rollouts))
@@ -190,6 +190,13 @@ class GRPOModule(PolicyModule):
         experience.group_tokens_B = group_token_counts(everyone.lengths_B, groups_B, keep_B=keep_B)[mine]
         for rollout, tokens in zip(batch.rollouts, experience.advantages, strict=True):
             rollout.advantage = float(tokens.mean()) if len(tokens) else 0.0
+        metrics = step_metrics(everyone, groups_B, self.rewards.names)
+        return metrics | summarize_metrics(advantage_metrics(values))
+
+    def _step_facts(self, batch: RolloutBatch, token_kl_N: Tensor | None = None) -> list[StepFacts]:
+        """Of every data-parallel rank, in order."""
+        mine = StepFacts.of(batch.rollouts, num_rewards=len(self.rewards.names), token_kl_N=token_kl_N)
+        return self.strategy.gather_data_parallel(mine)
 
     def _token_kl(self, experience: Experience) -> Tensor | None:
         """KL penalty of each token for `kl_in_reward`, flat over this rank's rows."""

@@ -5,7 +5,7 @@ The strategy owns three things and delegates each: the process mesh (`megatron.g
 """
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,9 @@ from typing_extensions import override
 
 from rlite import device
 from rlite.megatron.options import MegatronOptions, OptimizerConfig
+from rlite.layout.architecture import Architecture
 from rlite.layout.parallel import ParallelLayout
+from rlite.layout.placement import Placement
 from rlite.memory import Ledger, Phase, PhaseMachine
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
@@ -63,7 +65,8 @@ class ColocatedRLStrategy(ParallelStrategy):
         self.phases = PhaseMachine(Ledger())
         self.stopwatch = Stopwatch()
         self.engine: RolloutEngine | None = None
-        """Set by the rollout callback."""
+        """Set by the rollout callback, with where the engine's ranks keep which weights."""
+        self.engine_placement: Callable[[Architecture], Placement] | None = None
         self._policy: PolicyState | None = None
         self._wants_reference = False
 

@@ -1,6 +1,7 @@
 """`PolicyState`: the policy on this rank: chunks, optimizer, runner, reference, and what of it may leave the device."""
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ from torch import Tensor
 
 from rlite import device as devices
 from rlite.layout.architecture import Architecture
-from rlite.layout.boxes import LocalLayout
-from rlite.layout.megatron import megatron_boxes
+from rlite.layout.megatron import MegatronPlacement
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory import FlatBuffers, PhaseMachine
@@ -45,6 +45,7 @@ class PolicyState:
         from rlite.megatron.model import build_policy
 
         self.dir, self.layout, self.options, self.phases = Path(policy_dir), layout, options, phases
+        self.params_dtype = params_dtype
         self.hf_config = read_hf_config(self.dir)
         self.architecture = Architecture.from_config(self.hf_config)
         self.chunks: torch.nn.ModuleList = build_policy(
@@ -71,12 +72,14 @@ class PolicyState:
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
-    def layout_of(self, rank: int) -> LocalLayout:
-        """Which parts of the canonical tensors `rank` holds."""
-        return megatron_boxes(self.architecture, self.layout, torch.distributed.get_world_size(), rank)
+    @cached_property
+    def placement(self) -> MegatronPlacement:
+        """Which parts of the canonical tensors every rank holds."""
+        world_size, dtype = torch.distributed.get_world_size(), str(self.params_dtype).removeprefix("torch.")
+        return MegatronPlacement(self.architecture, self.layout, world_size, dtype=dtype)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        """This rank's weights by the names of `layout_of`."""
+        """This rank's weights by the names of `placement`."""
         from rlite.megatron.model import named_local_tensors
 
         return named_local_tensors(self.chunks)
@@ -89,8 +92,8 @@ class PolicyState:
         if has_weights(source):
             from rlite.reshard.safetensors_io import load_hf_weights
 
-            rank = torch.distributed.get_rank()
-            load_hf_weights(source, self.layout_of(rank), self.local_tensors(), architecture=self.architecture)
+            local = self.placement.local(torch.distributed.get_rank())
+            load_hf_weights(source, local, self.local_tensors())
         elif init_from:
             RunCheckpoint.find(source).load_weights(self.chunks)
         if self.optimizer is not None:
