@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ _REPLACED_FUNCTIONS = (
 
 class ProcessGuard:
     """`with guard:` surrounds every call into the engine. Inside, the engine's environment variables and function
-    replacements are in force; outside, the trainer's. Random states and thread count are the trainer's on leaving."""
+    replacements are in force; outside, the trainer's. Random states and thread count are the trainer's on leaving.
+    Deprecation warnings that the engine causes are not shown: the user cannot act on them."""
 
     def __init__(self, engine_env: Mapping[str, str]) -> None:
         self._engine_env: dict[str, str | None] = dict(engine_env)
@@ -36,11 +38,16 @@ class ProcessGuard:
         self._num_threads = torch.get_num_threads()
         self._rng = (torch.get_rng_state(), random.getstate(), np.random.get_state(), _device_rng_states())
         self._frozen = gc.get_freeze_count()
+        self._warnings = warnings.catch_warnings()
+        self._warnings.__enter__()
+        for category in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", category)
         _set_env(self._engine_env)
         for (owner, name), function in self._engine_functions.items():
             setattr(owner, name, function)
 
     def __exit__(self, *exc_info: object) -> None:
+        self._warnings.__exit__(*exc_info)
         if self._frozen == 0:
             gc.unfreeze()
         self._engine_functions = {key: getattr(*key) for key in self._functions}

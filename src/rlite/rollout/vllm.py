@@ -11,20 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlite.rollout import vllm_compat, vllm_memory
 from rlite.rollout.config import VLLMConfig
 from rlite.rollout.engine import GenerationRequest, ProgressFn, RequestMismatchError
 from rlite.rollout.lifecycle import Lifecycle
 from rlite.rollout.process_guard import ProcessGuard, console_to_file
 from rlite.rollout.sampling import requests_fingerprint
 from rlite.rollout.stop_tokens import end_of_sequence_ids
-from rlite.rollout.vllm_memory import (
-    CPUEngineMemory,
-    PooledEngineMemory,
-    mla_layers,
-    pooled_llm_args,
-    storage_bytes,
-    weight_tensors,
-)
 from rlite.types import Completion
 
 _MIN_BATCHED_TOKENS = 8192
@@ -55,15 +48,13 @@ class VLLMEngine:
         self._request_ids = itertools.count()
 
     def _build(self, model_dir: str) -> None:
-        from rlite.rollout import vllm_compat
-
         hf_config = json.loads((Path(model_dir) / "config.json").read_text())
         on_cpu = vllm_compat.is_cpu_build()
         if on_cpu:
             vllm_compat.apply_cpu_fixes()
             args = vllm_compat.cpu_llm_args(hf_config)
         else:
-            args = pooled_llm_args(self._config)
+            args = vllm_memory.pooled_llm_args(self._config)
         args |= self._llm_args(model_dir)
         _check_extra(self._config.extra, args)
         from vllm import LLM
@@ -77,7 +68,7 @@ class VLLMEngine:
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._model: torch.nn.Module = self._core.model_executor.driver_worker.worker.model_runner.model
-        self._memory = CPUEngineMemory(self._core) if on_cpu else PooledEngineMemory(self._llm)
+        self._memory = vllm_memory.CPUEngineMemory(self._core) if on_cpu else vllm_memory.PooledEngineMemory(self._llm)
 
     def _llm_args(self, model_dir: str) -> dict[str, Any]:
         config = self._config
@@ -116,7 +107,9 @@ class VLLMEngine:
 
     @property
     def weight_bytes(self) -> int:
-        return storage_bytes(weight_tensors(self._model)) if self._lifecycle.weights_awake else 0
+        return (
+            vllm_memory.storage_bytes(vllm_memory.weight_tensors(self._model)) if self._lifecycle.weights_awake else 0
+        )
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -130,19 +123,12 @@ class VLLMEngine:
     def weights(self) -> dict[str, Tensor]:
         self._lifecycle.check_weights("weights")
         self._lifecycle.on_weights_handed_out()
-        derived = {id(getattr(layer, name)) for layer in mla_layers(self._model) for name in ("W_UK_T", "W_UV")}
-        return {
-            name.replace(".routed_experts.", "."): parameter.data
-            for name, parameter in self._model.named_parameters()
-            if id(parameter) not in derived
-        }
+        return vllm_memory.named_weights(self._model)
 
     def finish_weight_update(self, policy_version: int) -> None:
         self._lifecycle.check_weights("finish_weight_update")
         with self._guard:
-            dtype = self._core.vllm_config.model_config.dtype
-            for layer in mla_layers(self._model):
-                layer.process_weights_after_loading(dtype)
+            vllm_memory.refresh_derived(self._model, self._core.vllm_config.model_config.dtype)
             self._llm.reset_prefix_cache()
         self._lifecycle.on_weights_updated(policy_version)
 
@@ -231,8 +217,6 @@ class VLLMEngine:
             return
         self._lifecycle.on_dead("it was shut down")
         with self._guard, console_to_file(self._log_file):
-            from rlite.rollout import vllm_compat
-
             vllm_compat.shut_down(self._llm)
         self._llm = self._engine = self._core = self._model = self._memory = None
 

@@ -7,6 +7,7 @@ vLLM that lacks a target is refused when the engine is built, with the name of w
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ def resolve(fix: Fix) -> tuple[Any, str]:
         owner: Any = import_module(module_name)
         for parent in parents:
             owner = getattr(owner, parent)
-        getattr(owner, name)
+        getattr_static(owner, name)  # not getattr: vLLM's platform answers None for what it lacks
     except (ImportError, AttributeError) as error:
         import vllm
 

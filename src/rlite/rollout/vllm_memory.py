@@ -19,6 +19,22 @@ def mla_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if hasattr(module, "kv_b_proj") and hasattr(module, "W_UK_T")]
 
 
+def refresh_derived(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Recomputes the absorbed projections from the weights just written, in the storage that they have."""
+    for layer in mla_layers(model):
+        layer.process_weights_after_loading(dtype)
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, without the `routed_experts.` of newer versions; derived ones left out."""
+    derived = {id(getattr(layer, name)) for layer in mla_layers(model) for name in _MLA_DERIVED}
+    return {
+        name.replace(".routed_experts.", "."): parameter.data
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in derived
+    }
+
+
 def weight_tensors(model: torch.nn.Module) -> list[Tensor]:
     """Parameters, and what is derived from them."""
     derived = [getattr(layer, name).data for layer in mla_layers(model) for name in _MLA_DERIVED]
