@@ -54,8 +54,9 @@ def create_state(optimizer: McoreOptimizer) -> None:
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state |= {key: torch.zeros_like(parameter.data) for key in _MOMENTS}
+                    state.update({key: torch.zeros_like(parameter.data) for key in _MOMENTS})
+                    if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+                        state["step"] = torch.zeros((), dtype=torch.float32)
 
 
 def _flatten_main_weights(part: MegatronOptimizer, parameters: Sequence[Tensor]) -> list[Tensor]:

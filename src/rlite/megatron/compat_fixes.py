@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.megatron.patching import core_modules, replace
+from rlite.megatron.patching import replace
 
 
 def apply() -> None:
@@ -21,9 +21,9 @@ def apply() -> None:
         why="KeyError 'step' and an in-place write on a leaf when loading a resharded torch AdamW state",
     )
     replace(
-        "optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-        _with_separate_steps,
-        why="one shared `step` tensor in every state: one step after resume advanced Adam by the number of tensors",
+        "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
+        _with_padding_between_buckets,
+        why="a checkpoint reads it at padded offsets: wrong optimizer state with tied embeddings and a pipeline",
     )
 
 
@@ -38,7 +38,6 @@ def apply_without_transformer_engine() -> None:
         lambda _: False,
         why="True without TE (the extension imports with mocks): TypeError in isinstance()",
     )
-    assert core_modules(), "megatron.core must be imported by now"
 
 
 def _apply_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -59,16 +58,27 @@ def _set_main_param_and_optimizer_states(self: Any, model_param: Tensor, tensors
             destination.copy_(tensors[key])
 
 
-def _with_separate_steps(load_state_dict: Any) -> Any:
-    def load(self: Any, state_dict: Any) -> None:
-        load_state_dict(self, state_dict)
-        separate_steps(self.optimizer)
+def _with_padding_between_buckets(get_parameter_state: Any) -> Any:
+    """The state of a buffer with the gaps between its buckets, as `sharded_param_state_fully_reshardable` indexes it.
 
-    return load
+    Buffers have several buckets when an embedding is shared between pipeline stages. Silent in Megatron-core 0.16.1.
+    """
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = get_parameter_state(self, *args, **kwargs)
+        for index, buffer in enumerate(self.buffers if state is not None else ()):
+            for tensors in state[index].values():
+                for key, packed in tensors.items():
+                    if isinstance(packed, Tensor):
+                        tensors[key] = _unpack_buckets(packed, buffer)
+        return state
+
+    return wrapped
 
 
-def separate_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter its own `step` tensor: torch's AdamW increments each one in place."""
-    for state in optimizer.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].clone()
+def _unpack_buckets(packed: Tensor, buffer: Any) -> Tensor:
+    unpacked, start = packed.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        unpacked[bucket.offset : bucket.offset + bucket.numel_unpadded] = packed[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return unpacked

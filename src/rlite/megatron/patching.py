@@ -28,7 +28,7 @@ def replace(target: str, make: Callable[[Any], Any], *, why: str) -> None:
     old = getattr(owner, name)
     new = make(old)
     setattr(owner, name, new)
-    PATCHED[target] = why
+    PATCHED[target] = f"{PATCHED[target]}; {why}" if target in PATCHED else why
     if owner is module and old is not None and not isinstance(old, bool):
         for other in core_modules():
             if other.__dict__.get(name) is old:
