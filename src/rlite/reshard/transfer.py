@@ -92,7 +92,7 @@ class Transfer:
         """All buckets; returns the size of the staging arena."""
         buckets = self.plan.buckets
         half_bytes = max((_staged_bytes(bucket, source, destination) for bucket in buckets), default=0)
-        device = next((tensor.device for tensor in destination.values()), None)
+        device = next((tensor.device for tensor in (*source.values(), *destination.values())), None)
         arena = torch.empty(2 * half_bytes, dtype=torch.uint8, device=device)
         previous: _Flight | None = None
         for number, bucket in enumerate(buckets):
