@@ -47,8 +47,9 @@ def _save_then_go_on(config: dict, layout: ParallelLayout, path: str, dtype: tor
     _train(policy, scheduler, range(3))
     common = {"rollout_step": 3, "scheduler": scheduler.state_dict()}
     save_sharded(path, policy.chunks, policy.runner.optimizer, common=common)
+    saved = canonical_parts(config, layout, named_local_tensors(policy.chunks))
     norms = _train(policy, scheduler, range(3, 6))
-    return norms, canonical_parts(config, layout, named_local_tensors(policy.chunks))
+    return norms, saved, canonical_parts(config, layout, named_local_tensors(policy.chunks))
 
 
 def _load_then_go_on(config: dict, layout: ParallelLayout, path: str, dtype: torch.dtype) -> tuple:
@@ -60,23 +61,28 @@ def _load_then_go_on(config: dict, layout: ParallelLayout, path: str, dtype: tor
     common = load_sharded(path, policy.chunks, optimizer)
     assert flats == [t.data_ptr() for t in flat_optimizer_state(optimizer) + flat_parameters(policy.chunks)]
     assert common["rollout_step"] == 3
+    loaded = canonical_parts(config, layout, named_local_tensors(policy.chunks))
     scheduler = LrScheduler(optimizer)
     scheduler.load_state_dict(common["scheduler"])
     norms = _train(policy, scheduler, range(3, 6))
     steps = {float(state["step"]) for part in optimizer.parts for state in part.optimizer.state.values()}
     assert steps == {6.0}, "every parameter has made six steps: none shares its counter with another"
-    return norms, canonical_parts(config, layout, named_local_tensors(policy.chunks))
+    return norms, loaded, canonical_parts(config, layout, named_local_tensors(policy.chunks))
 
 
 def _resume(name: str, tmp_path: Path, save: ParallelLayout, load: ParallelLayout, dtype: torch.dtype) -> tuple:
     path = str(tmp_path / "checkpoint")
     expected = run_world(2, _save_then_go_on, CONFIGS[name], save, path, dtype)
     actual = run_world(2, _load_then_go_on, CONFIGS[name], load, path, dtype)
-    return (*_weights(expected), *_weights(actual))
+    (norms, saved, weights), (resumed_norms, loaded, resumed) = map(_assembled, (expected, actual))
+    for name_, weight in saved.items():
+        assert torch.equal(loaded[name_], weight), f"{name_} was not restored"
+    return norms, weights, resumed_norms, resumed
 
 
-def _weights(per_rank: list) -> tuple[list[float], dict[str, Tensor]]:
-    return per_rank[0][0], assemble([weights for _, weights in per_rank])
+def _assembled(per_rank: list) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    first, last = (assemble([rank[index] for rank in per_rank]) for index in (1, 2))
+    return per_rank[0][0], first, last
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
