@@ -49,6 +49,11 @@ def local_device(kind: DeviceKind, local_rank: int = 0) -> torch.device:
     return torch.device(kind.value, local_rank)
 
 
+def current_device(kind: DeviceKind) -> torch.device:
+    """The device that new tensors of this process belong on."""
+    return torch.device("cpu") if kind is DeviceKind.CPU else torch.device(kind.value, _runtime(kind).current_device())
+
+
 def _runtime(kind: DeviceKind) -> Any:
     """`torch.cuda` or `torch.npu`."""
     return getattr(torch, kind.value)

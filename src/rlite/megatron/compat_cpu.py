@@ -19,7 +19,6 @@ _MODULES = (
     "tensor_parallel.random",
     "tensor_parallel.layers",
     "tensor_parallel.mappings",
-    "tensor_parallel.data",
     "distributed",
     "optimizer",
     "optimizer.clip_grads",
@@ -49,7 +48,6 @@ _MODULES = (
 
 _MOVES_TO_CUDA = (
     "models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
-    "tensor_parallel.data:broadcast_data",
     "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
     "dist_checkpointing.exchange_utils:exchange_loaded_tensors_gather_rounds",
     "dist_checkpointing.exchange_utils:exchange_loaded_tensors_gather_object",
@@ -95,11 +93,11 @@ def _replace_rng() -> None:
 
 
 def _replace_cuda_type_checks() -> None:
-    for target in (
+    replace(
         "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
-        "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
-    ):
-        replace(target, _with_cuda_type_names, why="compares tensor.type() with 'torch.cuda.FloatTensor'")
+        _with_cuda_type_names,
+        why="compares tensor.type() with 'torch.cuda.FloatTensor'",
+    )
     replace(
         "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
         lambda _: _clip_grad_by_total_norm_fp32,

@@ -11,11 +11,6 @@ from rlite.megatron.patching import replace
 def apply() -> None:
     """Bugs that do not depend on Transformer Engine."""
     replace(
-        "transformer.moe.router:TopKRouter._apply_expert_bias",
-        lambda _: _apply_expert_bias,
-        why="padding_mask [T] does not broadcast against the routing map [T, E]",
-    )
-    replace(
         "optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
         lambda _: _set_main_param_and_optimizer_states,
         why="KeyError 'step' and an in-place write on a leaf when loading a resharded torch AdamW state",
@@ -38,15 +33,6 @@ def apply_without_transformer_engine() -> None:
         lambda _: False,
         why="True without TE (the extension imports with mocks): TypeError in isinstance()",
     )
-
-
-def _apply_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-    if not (self.enable_expert_bias and torch.is_grad_enabled()):
-        return
-    with torch.no_grad():
-        if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
-        self.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
 @torch.no_grad()

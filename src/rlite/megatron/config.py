@@ -114,6 +114,8 @@ def _layout_fields(layout: ParallelLayout) -> dict[str, Any]:
         "variable_seq_lengths": layout.pp > 1,
         # Without it, Megatron-core 0.16.1 crosses the two neighbours' messages when pp = 2 (previous = next rank).
         "overlap_p2p_comm": layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1 and capabilities().device.is_accelerator,
+        "batch_p2p_sync": False,
     }
 
 
@@ -135,8 +137,6 @@ def _runtime_fields(options: MegatronOptions) -> dict[str, Any]:
         "apply_rope_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
-        "batch_p2p_comm": False,
-        "batch_p2p_sync": False,
     }
 
 

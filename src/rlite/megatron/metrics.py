@@ -14,7 +14,8 @@ MAX_PREFIX = "max:"
 class MetricSums:
     """Collects the metrics of each micro-batch on the device and moves them to the host once."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._keys: list[str] | None = None
         self._values: list[Tensor] = []
 
@@ -22,7 +23,7 @@ class MetricSums:
         """Metrics of one micro-batch. Raises ValueError when keys differ from those of the previous one."""
         self._set_keys(metrics)
         if metrics:
-            self._values.append(torch.stack([metrics[key].detach().float().reshape(()) for key in self._keys or []]))
+            self._values.append(torch.stack([self._scalar(metrics[key]) for key in sorted(metrics)]))
 
     def add_keys(self, metrics: Mapping[str, Tensor]) -> None:
         """Keys only: this rank has no rows."""
@@ -39,6 +40,9 @@ class MetricSums:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast_object_list(message, src=source, group=parallel_state.get_pipeline_model_parallel_group())
         return message[0] or {}
+
+    def _scalar(self, value: Tensor) -> Tensor:
+        return value.detach().to(device=self._device, dtype=torch.float32).reshape(())
 
     def _set_keys(self, metrics: Mapping[str, Tensor]) -> None:
         keys = sorted(metrics)

@@ -93,7 +93,7 @@ class PolicyRunner:
         """
         if self.optimizer is None:
             raise ValueError("PolicyRunner.update needs an optimizer: pass build_optimizer(chunks, config)")
-        sums, losses = MetricSums(), []
+        sums, losses = MetricSums(self._device), []
         self._accumulate(rows, loss_fn, temperature=temperature, sums=sums, losses=losses)
         metric_sums = sums.reduce()
         if not self._all_finite(losses):

@@ -1,0 +1,26 @@
+"""What the CPU answers to questions about devices."""
+
+import torch
+
+from rlite import device
+from rlite.device import DeviceKind
+
+
+def test_backends_carry_cpu_tensors_over_gloo() -> None:
+    assert [kind.backend for kind in DeviceKind] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl"]
+
+
+def test_the_cpu_has_memory_but_no_streams() -> None:
+    kind = DeviceKind.CPU
+    assert device.local_device(kind, 3) == device.current_device(kind) == torch.device("cpu")
+    assert device.allocated_bytes(kind) > 1 << 20
+    assert device.free_bytes(kind) > 0
+    stream = device.new_stream(kind)
+    assert stream is None
+    with device.use_stream(stream, kind):
+        buffer = device.host_buffer(16, kind)
+    device.wait_stream(stream, kind)
+    device.reset_peak(kind)
+    device.empty_cache(kind)
+    device.synchronize(kind)
+    assert buffer.shape == (16,) and buffer.dtype == torch.uint8 and not buffer.is_pinned()
