@@ -33,7 +33,8 @@ COMMON = {
     "rope_theta": 10000.0,
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "initializer_range": 0.02,
+    # 0.02 is for wide models: at this width 0.1 learns sums in a third of the steps.
+    "initializer_range": 0.1,
     "use_cache": True,
     "dtype": "float32",
 }
