@@ -24,7 +24,10 @@ Cut = Callable[[CanonicalTensor, int, int], list[Segment]]
 def even_range(tensor: CanonicalTensor, extent: int, index: int, size: int, unit: str) -> range:
     """Part `index` of `extent` cut in `size` equal parts. Raises ValueError when it does not divide."""
     if extent % size:
-        raise ValueError(f"{tensor.name} {tensor.shape}: {extent} {unit} do not divide over {size} ranks")
+        raise ValueError(
+            f"{tensor.name} {tensor.shape}: {extent} {unit} do not divide over {size} ranks; set a tensor parallel size "
+            "that divides them"
+        )
     part = extent // size
     return range(index * part, (index + 1) * part)
 
