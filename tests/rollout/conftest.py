@@ -1,4 +1,4 @@
-"""vLLM is imported once, here; every test world is a fork of this process. Model directories are made once, too."""
+"""vLLM is imported once, by a fixture; every test world is a fork of this process. So are model directories made."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ from tests.helpers.models import make_model_dir
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def original_functions() -> dict[str, Any]:
     """Applies the CPU fixes, imports vLLM, and returns what stock vLLM had at each fix's target."""
     pytest.importorskip("vllm")

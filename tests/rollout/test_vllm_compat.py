@@ -17,6 +17,8 @@ from rlite.rollout.vllm_memory import mla_layers
 from tests.helpers.world import run_world
 from tests.rollout.helpers import build_engine, max_logprob_error, requests, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("original_functions")
+
 
 def _without(originals: dict[str, Any], part: str) -> None:
     """Gives this (forked) process stock vLLM's behaviour back at the targets that contain `part`."""

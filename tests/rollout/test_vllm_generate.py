@@ -20,6 +20,8 @@ from tests.helpers.models import EOS_TOKEN_ID
 from tests.helpers.world import run_world
 from tests.rollout.helpers import build_engine, max_logprob_error, requests, tokens, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("original_functions")
+
 MANY = tuple((2, 10 + i, 20 + i) for i in range(24))
 
 
@@ -193,7 +195,7 @@ def test_rng_environment_and_threads_of_the_trainer_are_untouched(model_dir: Cal
 def test_vllm_talks_to_the_log_file_only(
     model_dir: Callable, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run_world(1, _many_questions, model_dir("llama"), tmp_path)
+    run_world(2, _own_requests, model_dir("llama"), tmp_path)
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
     assert "Initializing a V1 LLM engine" in (tmp_path / "log0.txt").read_text()

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from rlite.layout.parallel import EngineLayout
 from rlite.rollout.engine import EngineStateError
 from tests.helpers.world import run_world
 from tests.rollout.helpers import MIB, build_engine, requests, tokens, write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("original_functions")
 
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4096}
 """About 37 MiB in fp32: enough to see in the resident set size."""

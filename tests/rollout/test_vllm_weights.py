@@ -13,6 +13,8 @@ from rlite.types import Completion
 from tests.helpers.world import run_world
 from tests.rollout.helpers import build_engine, max_logprob_error, requests, tokens, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("original_functions")
+
 CASES = [
     ("llama", 1, False),
     ("llama_tied", 2, False),

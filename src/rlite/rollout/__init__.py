@@ -1,6 +1,6 @@
 """Generation engines that share the trainer's processes and devices. Importing this package imports no engine."""
 
-from rlite.rollout.config import VLLMConfig
+from rlite.rollout.config import TransformersConfig, VLLMConfig
 from rlite.rollout.engine import (
     EngineError,
     EngineStateError,
@@ -20,6 +20,7 @@ __all__ = [
     "RequestMismatchError",
     "RolloutEngine",
     "StaleWeightsError",
+    "TransformersConfig",
     "VLLMConfig",
     "sampling_seed",
 ]

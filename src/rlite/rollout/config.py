@@ -30,10 +30,35 @@ class VLLMConfig:
     """Further arguments of `vllm.LLM`, for what rlite does not decide itself."""
 
     def __post_init__(self) -> None:
-        for key in ("tp", "max_model_len", "kv_cache_memory_bytes", "max_num_seqs"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"rollout.engine.{key} = {getattr(self, key)}: must be at least 1")
+        _check_positive(self, "tp", "max_model_len", "kv_cache_memory_bytes", "max_num_seqs")
 
     @property
     def layout(self) -> EngineLayout:
         return EngineLayout(tp=self.tp, expert_parallel=self.expert_parallel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersConfig:
+    """The Hugging Face `generate` engine: no vLLM needed, slower, the whole model on every rank."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Of weights, activations and KV cache."""
+    max_model_len: int = 1024
+    """Most tokens of prompt and completion together."""
+    kv_cache_memory_bytes: int = GIB
+    """What the KV cache may take, until `wake_kv_cache` is given another budget; limits the batch."""
+    max_num_seqs: int = 64
+    """Most sequences that are decoded at once."""
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "max_model_len", "kv_cache_memory_bytes", "max_num_seqs")
+
+    @property
+    def layout(self) -> EngineLayout:
+        return EngineLayout(tp=1)
+
+
+def _check_positive(config: VLLMConfig | TransformersConfig, *keys: str) -> None:
+    for key in keys:
+        if getattr(config, key) < 1:
+            raise ValueError(f"rollout.engine.{key} = {getattr(config, key)}: must be at least 1")

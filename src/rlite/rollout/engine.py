@@ -44,6 +44,21 @@ class GenerationRequest:
     sampling: SamplingConfig
 
 
+def check_requests(requests: Sequence[GenerationRequest], *, max_model_len: int) -> None:
+    """Raises ValueError, naming the request, for one that no engine can serve."""
+    for index, request in enumerate(requests):
+        length = len(request.prompt_token_ids)
+        if not 0 < length < max_model_len:
+            raise ValueError(
+                f"generate: the prompt of request {index} has {length} tokens; it must have at least 1 and fewer than "
+                f"rollout.engine.max_model_len = {max_model_len}"
+            )
+        if request.sampling.max_tokens < 1:
+            raise ValueError(
+                f"generate: max_tokens = {request.sampling.max_tokens} of request {index} must be at least 1"
+            )
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """One rank of a generation engine that shares its device with the trainer.
@@ -70,7 +85,7 @@ class RolloutEngine(Protocol):
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Device bytes that the KV cache holds now; 0 when asleep."""
+        """Device bytes that the KV cache holds, or may take while generating; 0 when asleep."""
         ...
 
     @property

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from rlite.rollout import vllm_compat, vllm_memory
 from rlite.rollout.config import VLLMConfig
-from rlite.rollout.engine import GenerationRequest, ProgressFn, RequestMismatchError
+from rlite.rollout.engine import GenerationRequest, ProgressFn, RequestMismatchError, check_requests
 from rlite.rollout.lifecycle import Lifecycle
 from rlite.rollout.process_guard import ProcessGuard, console_to_file
 from rlite.rollout.sampling import requests_fingerprint
 from rlite.rollout.stop_tokens import end_of_sequence_ids
+from rlite.rollout.storages import storage_bytes
 from rlite.types import Completion
 
 _MIN_BATCHED_TOKENS = 8192
@@ -107,9 +108,7 @@ class VLLMEngine:
 
     @property
     def weight_bytes(self) -> int:
-        return (
-            vllm_memory.storage_bytes(vllm_memory.weight_tensors(self._model)) if self._lifecycle.weights_awake else 0
-        )
+        return storage_bytes(vllm_memory.weight_tensors(self._model)) if self._lifecycle.weights_awake else 0
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -155,8 +154,7 @@ class VLLMEngine:
     ) -> list[Completion]:
         self._lifecycle.check_generate()
         self._check_identical(requests)
-        for index, request in enumerate(requests):
-            self._check_request(index, request)
+        check_requests(requests, max_model_len=self._config.max_model_len)
         try:
             with self._guard:
                 return self._generate(requests, on_progress)
@@ -198,18 +196,6 @@ class VLLMEngine:
             raise RequestMismatchError(
                 f"generate: ranks {differing} asked for other completions than rank {self._tp_group.ranks[0]} of the "
                 f"same engine (number of requests by rank: {counts}). Broadcast the requests over the engine's ranks."
-            )
-
-    def _check_request(self, index: int, request: GenerationRequest) -> None:
-        length, longest = len(request.prompt_token_ids), self._config.max_model_len
-        if not 0 < length < longest:
-            raise ValueError(
-                f"generate: the prompt of request {index} has {length} tokens; it must have at least 1 and fewer than "
-                f"rollout.engine.max_model_len = {longest}"
-            )
-        if request.sampling.max_tokens < 1:
-            raise ValueError(
-                f"generate: max_tokens = {request.sampling.max_tokens} of request {index} must be at least 1"
             )
 
     def shutdown(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlite.rollout.config import VLLMConfig
+from rlite.rollout.storages import StorageSleeper, storage_bytes
 
 _MLA_DERIVED = ("W_UK_T", "W_UV")
 
@@ -41,32 +42,20 @@ def weight_tensors(model: torch.nn.Module) -> list[Tensor]:
     return [*(parameter.data for parameter in model.parameters()), *derived]
 
 
-def storage_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 class CPUEngineMemory:
     """Resizes storages; `core` is vLLM's in-process `EngineCore`."""
 
     def __init__(self, core: Any) -> None:
         self._core = core
         self._runner = core.model_executor.driver_worker.worker.model_runner
-        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+        self._weights = StorageSleeper()
 
     def release(self) -> None:
-        tensors = weight_tensors(self._runner.model)
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        self._asleep = [(storage, storage.nbytes()) for storage in storages.values()]
-        for storage, _ in self._asleep:
-            storage.resize_(0)
         self._release_kv_cache()
+        self._weights.free(weight_tensors(self._runner.model))
 
     def wake_weights(self) -> None:
-        for storage, size_bytes in self._asleep:
-            storage.resize_(size_bytes)
-        self._asleep = []
+        self._weights.restore()
 
     def wake_kv_cache(self, budget_bytes: int | None) -> None:
         """Plans the number of blocks for `budget_bytes` and builds cache and scheduler for it, as `EngineCore` does."""
@@ -98,7 +87,7 @@ class CPUEngineMemory:
         self._core._initialize_effective_attention_block_size()
 
     def kv_cache_bytes(self) -> int:
-        return storage_bytes(list(self._runner.kv_caches))
+        return storage_bytes(self._runner.kv_caches)
 
     def _release_kv_cache(self) -> None:
         """As the runner's own clean-up after profiling, without its garbage collections (0.3 s each)."""
@@ -123,7 +112,7 @@ class PooledEngineMemory:
         self._llm.wake_up(tags=["weights"])
 
     def wake_kv_cache(self, budget_bytes: int | None) -> None:
-        planned_bytes = storage_bytes(list(self._runner.kv_caches))
+        planned_bytes = storage_bytes(self._runner.kv_caches)
         if budget_bytes is not None and budget_bytes < planned_bytes:
             raise ValueError(
                 f"rollout: the KV cache was planned with {planned_bytes} bytes and only {budget_bytes} are free now; "
@@ -132,7 +121,7 @@ class PooledEngineMemory:
         self._llm.wake_up(tags=["kv_cache"])
 
     def kv_cache_bytes(self) -> int:
-        return storage_bytes(list(self._runner.kv_caches))
+        return storage_bytes(self._runner.kv_caches)
 
 
 def pooled_llm_args(config: VLLMConfig) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""Freeing tensors in place: their storages are resized to nothing and back, so every reference to them stays valid."""
+
+import ctypes
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+_libc = ctypes.CDLL(None)
+
+
+def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage._cdata: storage for storage in storages}.values())
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum(storage.nbytes() for storage in _distinct(tensors))
+
+
+class StorageSleeper:
+    """Frees the storages of tensors and allocates them again, content undefined."""
+
+    def __init__(self) -> None:
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []
+
+    def free(self, tensors: Iterable[Tensor]) -> None:
+        self._asleep = [(storage, storage.nbytes()) for storage in _distinct(tensors)]
+        for storage, _ in self._asleep:
+            storage.resize_(0)
+        return_free_memory()
+
+    def restore(self) -> None:
+        for storage, size_bytes in self._asleep:
+            storage.resize_(size_bytes)
+        self._asleep = []
+
+
+def return_free_memory() -> None:
+    """Gives freed host memory back to the system: glibc keeps blocks of up to 32 MiB for itself otherwise."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
