@@ -31,7 +31,9 @@ class FakeEngine:
         self.weights = self.kv = False
 
 
-def machine(movable: frozenset[str] = EVERYTHING, *, reference: bool = False) -> tuple[PhaseMachine, FakeEngine, list[str]]:
+def machine(
+    movable: frozenset[str] = EVERYTHING, *, reference: bool = False
+) -> tuple[PhaseMachine, FakeEngine, list[str]]:
     diary: list[str] = []
     engine, phases = FakeEngine(diary), PhaseMachine(Ledger())
     policy = FlatBuffers(POLICY, [torch.ones(4)])
@@ -131,7 +133,9 @@ def test_gradients_that_were_not_stepped_block_every_way_out_of_training() -> No
         phases.enter(Phase.GENERATE)
 
 
-@pytest.mark.parametrize(("drop", "message"), [("engine", "the engine .* is missing"), ("conversion", "the weight conversion .* is missing")])
+@pytest.mark.parametrize(
+    ("drop", "message"), [("engine", "the engine .* is missing"), ("conversion", "the weight conversion .* is missing")]
+)
 def test_generating_needs_an_engine_and_a_conversion(drop: str, message: str) -> None:
     phases, _, _ = machine()
     if drop == "engine":

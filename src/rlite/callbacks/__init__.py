@@ -5,7 +5,7 @@ from rlite.callbacks.console import ConsoleProgress
 from rlite.callbacks.conversion import EP2TPConversion
 from rlite.callbacks.offload import MemoryOffload
 from rlite.callbacks.preemption import GracefulPreemption
-from rlite.callbacks.rollout import RolloutCallback, VLLMRollout
+from rlite.callbacks.rollout import RolloutCallback, TransformersRollout, VLLMRollout
 from rlite.callbacks.samples import SampleLog
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "RolloutCallback",
     "RolloutCheckpoint",
     "SampleLog",
+    "TransformersRollout",
     "VLLMRollout",
 ]

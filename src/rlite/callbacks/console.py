@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -37,7 +36,6 @@ class ConsoleProgress(ProgressBar):
         super().__init__()
         self.every_n_steps = every_n_steps
         self._bar: tqdm | None = None
-        self._started_s = 0.0
         self._enabled = True
 
     @override
@@ -60,7 +58,6 @@ class ConsoleProgress(ProgressBar):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._started_s = time.perf_counter()
         if self._bar is not None:
             self._bar.n = batch_idx
             self._bar.refresh()
@@ -75,8 +72,11 @@ class ConsoleProgress(ProgressBar):
         total = f"/{int(trainer.num_training_batches)}" if math.isfinite(trainer.num_training_batches) else ""
         parts = [f"{batch_idx + 1:>4}{total}"]
         parts += [f"{label} {style.format(metrics[key])}" for label, key, style in _COLUMNS if key in metrics]
-        times = [f"{label} {metrics[f'timing_s/{key}']:.2f}" for label, key in _TIMES if f"timing_s/{key}" in metrics]
-        parts += [" ".join(times) + f" of {time.perf_counter() - self._started_s:.2f}s"]
+        times = [f"{label} {metrics[f'timing_s/{key}']:.2f}" for label, key in _TIMES if metrics.get(f"timing_s/{key}")]
+        if times:
+            parts.append(
+                " ".join(times) + (f" of {metrics['timing_s/step']:.2f}s" if "timing_s/step" in metrics else "s")
+            )
         if "perf/tokens_per_s" in metrics:
             parts.append(f"{metrics['perf/tokens_per_s']:.0f} tok/s")
         self._print("  ".join(parts))

@@ -23,7 +23,9 @@ class EP2TPConversion(Callback):
         node_size: ranks on one node, for choosing near sources; by default all ranks the launcher started on this node.
     """
 
-    def __init__(self, *, staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES, node_size: int | None = None) -> None:
+    def __init__(
+        self, *, staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES, node_size: int | None = None
+    ) -> None:
         if staging_budget_bytes < 1:
             raise ValueError(f"staging_budget_bytes = {staging_budget_bytes}: must be at least 1")
         self.staging_budget_bytes = staging_budget_bytes

@@ -12,12 +12,14 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from rlite.layout.architecture import Architecture
+from rlite.layout.catalogue import catalogue
+from rlite.layout.hf import hf_boxes
 from rlite.layout.parallel import EngineLayout
-from rlite.layout.placement import Placement
+from rlite.layout.placement import ExplicitPlacement, Placement
 from rlite.layout.vllm import VLLMPlacement
 from rlite.memory import CallableResident, Phase
 from rlite.memory.phases import ENGINE, KV_CACHE
-from rlite.rollout.config import VLLMConfig
+from rlite.rollout.config import TransformersConfig, VLLMConfig
 from rlite.rollout.engine import GenerationRequest, RolloutEngine
 from rlite.rollout.sampling import sampling_seed
 from rlite.strategies.colocated import ColocatedRLStrategy, colocated
@@ -163,9 +165,7 @@ class RolloutCallback(Callback):
         requests = [
             GenerationRequest(
                 prompt_token_ids=by_dp_rank[dp][i].token_ids,
-                seed=sampling_seed(
-                    seed, rollout_step=step, prompt_uid=by_dp_rank[dp][i].uid, sample_index=sample
-                ),
+                seed=sampling_seed(seed, rollout_step=step, prompt_uid=by_dp_rank[dp][i].uid, sample_index=sample),
                 sampling=sampling,
             )
             for dp, i in dealt
@@ -190,7 +190,9 @@ class RolloutCallback(Callback):
         fixed = SamplingConfig(max_tokens=_CHECK_TOKENS, temperature=sampling.temperature or 1.0)
         requests = [
             GenerationRequest(
-                prompt_token_ids=tuple((7 * start + 3 * k + 5) % vocabulary for k in range(6)), seed=start, sampling=fixed
+                prompt_token_ids=tuple((7 * start + 3 * k + 5) % vocabulary for k in range(6)),
+                seed=start,
+                sampling=fixed,
             )
             for start in range(2)
         ]
@@ -245,6 +247,36 @@ class VLLMRollout(RolloutCallback):
         from rlite.rollout.vllm import VLLMEngine
 
         return VLLMEngine(self.engine_config, policy_dir, log_file=log_file)
+
+
+class TransformersRollout(RolloutCallback):
+    """Generates with Hugging Face `generate`, the whole model on every rank: for machines without vLLM.
+
+    Args:
+        engine: dtype, lengths and batch of the engine.
+        sampling, validation_sampling, logprob_tolerance: see `RolloutCallback`.
+    """
+
+    def __init__(self, *, engine: TransformersConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.engine_config = engine or TransformersConfig()
+
+    @property
+    @override
+    def engine_layout(self) -> EngineLayout:
+        return self.engine_config.layout
+
+    @override
+    def placement(self, architecture: Architecture, world_size: int) -> Placement:
+        tensors = catalogue(architecture)
+        whole = hf_boxes(tensors.values(), dtype=self.engine_config.dtype)
+        return ExplicitPlacement([whole] * world_size, tensors)
+
+    @override
+    def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:
+        from rlite.rollout.transformers import TransformersEngine
+
+        return TransformersEngine(self.engine_config, policy_dir, device=strategy.root_device)
 
 
 def _register(strategy: ColocatedRLStrategy, engine: RolloutEngine) -> None:

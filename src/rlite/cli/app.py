@@ -85,6 +85,7 @@ class RLiteCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_class=RLiteParser,
+            parser_kwargs={"allow_abbrev": False},
             load_from_checkpoint_support=False,
         )
 

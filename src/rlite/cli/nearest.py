@@ -40,6 +40,10 @@ def known_keys(parser: Any) -> list[str]:
             if inspect.isclass(thing):
                 for base in thing.__mro__:
                     if base.__module__.startswith("rlite"):
-                        keys |= {p for p in inspect.signature(base.__init__).parameters if p not in ("self", "kwargs", "args")}
+                        keys |= {
+                            p
+                            for p in inspect.signature(base.__init__).parameters
+                            if p not in ("self", "kwargs", "args")
+                        }
                         keys |= set(getattr(base, "__dataclass_fields__", ()))
     return sorted(keys | {key.rsplit(".", 1)[-1] for key in keys})

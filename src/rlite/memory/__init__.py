@@ -1,6 +1,6 @@
 """Who is on the device in which phase."""
 
-from rlite.memory.ledger import Ledger, PhaseEntry
+from rlite.memory.ledger import Ledger, PhaseEntry, phase_metrics
 from rlite.memory.phases import Phase, PhaseError, PhaseMachine
 from rlite.memory.residents import CallableResident, FlatBuffers, HostArena, Resident
 
@@ -14,4 +14,5 @@ __all__ = [
     "PhaseError",
     "PhaseMachine",
     "Resident",
+    "phase_metrics",
 ]

@@ -124,7 +124,11 @@ class PhaseMachine:
                 "finish the optimizer step or zero the gradients first"
             )
         if phase is Phase.GENERATE and (ENGINE not in self.residents or self._convert is None):
-            missing = "the engine (VLLMRollout)" if ENGINE not in self.residents else "the weight conversion (EP2TPConversion)"
+            missing = (
+                "the engine (VLLMRollout)"
+                if ENGINE not in self.residents
+                else "the weight conversion (EP2TPConversion)"
+            )
             raise PhaseError(
                 f"illegal phase transition {self.phase} -> {phase}: {missing} is missing; add it to trainer.callbacks"
             )

@@ -1,7 +1,7 @@
 """`Experience`: the rollouts of one step on this data-parallel rank, as the loss will see them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class Experience:
     group_tokens_B: Tensor | None = None
     """int64, kept completion tokens of the row's whole group."""
 
+    entropy_threshold: float | None = None
+    """Only tokens with at least this entropy are trained on (`entropy_top_fraction`)."""
+
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> "Experience":
         return cls(
@@ -39,10 +42,18 @@ class Experience:
             rollout_logprobs=[torch.tensor(r.completion.logprobs, dtype=torch.float32) for r in rollouts],
         )
 
+    def check_logprobs(self) -> None:
+        """Raises ValueError naming row and token of a recorded log-probability that no healthy run gives."""
+        replace(self, advantages=[torch.zeros_like(values) for values in self.rollout_logprobs]).loss_inputs(
+            range(len(self.rows))
+        ).validate()
+
     def loss_inputs(self, indices: Sequence[int], scores: TokenScores | None = None) -> LossInputs:
         """The rows `indices`, in that order, with their live scores; without scores, the recorded ones take their place."""
         chosen = torch.tensor(indices, dtype=torch.int64)
-        live = scores.logprobs if scores is not None else self._flat(self.old_logprobs or self.rollout_logprobs, indices)
+        live = (
+            scores.logprobs if scores is not None else self._flat(self.old_logprobs or self.rollout_logprobs, indices)
+        )
         device, lengths_B = live.device, self.lengths_B[chosen].to(live.device)
 
         def per_token(parts: list[Tensor] | None) -> Tensor | None:

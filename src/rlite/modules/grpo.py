@@ -1,5 +1,6 @@
 """`GRPOModule`: group-relative policy optimisation. The algorithm is in `rlite.algorithms`; this is its order of events."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from rlite.algorithms import (
     AlgorithmConfig,
+    Coefficients,
     Counts,
     LossInputs,
     PolicyObjective,
@@ -18,6 +20,7 @@ from rlite.algorithms import (
     compute_advantages,
     expand_rows,
     group_token_counts,
+    high_entropy_threshold,
     shape_rewards,
     summarize_metrics,
     trainable_rows,
@@ -70,7 +73,7 @@ class GRPOModule(PolicyModule):
     ) -> None:
         super().__init__(policy=policy, optimizer=optimizer, init_from=init_from)
         self.algorithm = algorithm_config(algorithm)
-        self.kl_coef = self.algorithm.kl_coef
+        self.coefficients = Coefficients(self.algorithm)
         self.batch = batch or BatchConfig()
         self.updates_per_batch = self.batch.updates_per_rollout
         if self.batch.group_size < 2 and self.algorithm.advantage != "reinforce_pp":
@@ -152,12 +155,23 @@ class GRPOModule(PolicyModule):
             with strategy.stopwatch.timed("logprob"):
                 scores = strategy.score_reference(experience.rows, temperature=temperature)
             experience.ref_logprobs = [s.logprobs for s in scores]
-        if self.batch.updates_per_rollout > 1 or self.algorithm.needs_old_logprobs:
+        moves_away = self.batch.updates_per_rollout > 1 and self.algorithm.old_policy == "trainer"
+        if moves_away or self.algorithm.needs_old_logprobs:
             strategy.enter(Phase.LOGPROB)
             with strategy.stopwatch.timed("logprob"):
                 scores = strategy.score(experience.rows, temperature=temperature)
             experience.old_logprobs = [s.logprobs for s in scores]
+            experience.entropy_threshold = self._entropy_threshold([s.entropy for s in scores])
             self._note_differences(batch.rollouts, experience, range(len(scores)), experience.old_logprobs)
+        experience.check_logprobs()
+
+    def _entropy_threshold(self, entropies: Sequence[Tensor]) -> float | None:
+        """Entropy above which tokens are trained on, over the whole rollout step (`entropy_top_fraction`)."""
+        fraction = self.algorithm.entropy_top_fraction
+        if fraction >= 1.0:
+            return None
+        everyone = self.strategy.gather_data_parallel(torch.cat([torch.empty(0), *(e.cpu() for e in entropies)]))
+        return high_entropy_threshold(torch.cat(everyone), fraction)
 
     def _advantages(self, experience: Experience, batch: RolloutBatch) -> dict[str, float]:
         """Advantages over the whole rollout step, whichever rank its groups are on, and which rows are trained on.
@@ -203,7 +217,7 @@ class GRPOModule(PolicyModule):
         if not (self.algorithm.kl_in_reward and self.algorithm.needs_ref_logprobs):
             return None
         assert experience.old_logprobs is not None and experience.ref_logprobs is not None
-        return self.kl_coef * (torch.cat(experience.old_logprobs) - torch.cat(experience.ref_logprobs)).double()
+        return self.coefficients.kl * (torch.cat(experience.old_logprobs) - torch.cat(experience.ref_logprobs)).double()
 
     def _updates(self, experience: Experience, batch: RolloutBatch) -> dict[str, float]:
         strategy = self.strategy
@@ -223,11 +237,11 @@ class GRPOModule(PolicyModule):
             lr = self.trainer.optimizers[0].param_groups[0]["lr"]
             self.step_schedules()
         self._abort_after_skips(skipped, len(sums))
-        totals = {name: value for name, value in add_metric_sums(sums).items()}
-        metrics = summarize_metrics(totals)
-        for name in ("loss", "policy_loss"):  # sums over the updates; the mean is what compares between runs
+        metrics = summarize_metrics(add_metric_sums(sums))
+        for name in ("loss", "policy_loss", "kl_loss"):  # sums over the updates; their mean compares between runs
             if name in metrics:
                 metrics[name] /= len(sums)
+        self.coefficients.update(metrics, completions=sum(self.strategy.gather_data_parallel(len(experience.rows))))
         return {**metrics, "grad_norm": sum(grad_norms) / len(grad_norms), "lr": lr, "updates_skipped": float(skipped)}
 
     def _abort_after_skips(self, skipped: int, updates: int) -> None:
@@ -248,7 +262,7 @@ class GRPOModule(PolicyModule):
                 "lower it or raise data.batch_size"
             )
         bounds = [k * num_groups // parts * size for k in range(parts + 1)]
-        return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)] * self.batch.epochs
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)] * self.batch.epochs
 
     def _loss_fn(self, experience: Experience, indices: Sequence[int], rollouts: Sequence[Rollout]) -> LossFn:
         """The loss of one optimizer step, with its denominators summed once over all ranks."""
@@ -260,7 +274,7 @@ class GRPOModule(PolicyModule):
             if experience.old_logprobs is None:
                 live = scores.logprobs.detach().cpu().split([int(experience.lengths_B[row]) for row in absolute])
                 self._note_differences(rollouts, experience, absolute, live)
-            return self.loss(experience.loss_inputs(absolute, scores), counts)
+            return self.loss(experience.loss_inputs(absolute, scores), counts, experience.entropy_threshold)
 
         return loss_fn
 
@@ -272,30 +286,38 @@ class GRPOModule(PolicyModule):
             difference = (mine.cpu() - experience.rollout_logprobs[row]).abs()
             rollouts[row].logprob_diff = float(difference.mean()) if len(difference) else 0.0
 
-    def loss(self, inputs: LossInputs, counts: Counts) -> LossOutput:
+    def loss(self, inputs: LossInputs, counts: Counts, entropy_threshold: float | None = None) -> LossOutput:
         """Override for another loss.
 
         Args:
             inputs: the trained tokens of a micro-batch.
             counts: global denominators of the optimizer step.
+            entropy_threshold: of the rollout step, when `entropy_top_fraction` < 1.
 
         Returns:
             The PARTIAL loss: numerator of these rows over the global denominators.
         """
-        return self.objective(inputs, counts, kl_coef=self.kl_coef)
+        return self.objective(
+            inputs,
+            counts,
+            kl_coef=self.coefficients.kl,
+            entropy_coef=self.coefficients.entropy,
+            entropy_threshold=entropy_threshold,
+        )
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["algorithm"] = self.coefficients.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.coefficients.load_state_dict(checkpoint.get("algorithm", {}))
 
     def _log(self, batch: RolloutBatch, metrics: dict[str, float], started_s: float) -> None:
-        times = self.strategy.stopwatch.drain()
-        metrics |= {f"timing_s/{name}": seconds for name, seconds in times.items()}
-        total_s = times.get("generate", 0.0) + times.get("sync", 0.0) + time.perf_counter() - started_s
-        tokens = sum(
-            self.strategy.gather_data_parallel(
-                sum(len(r.prompt.token_ids) + len(r.completion.token_ids) for r in batch.rollouts)
-            )
-        )
-        metrics["timing_s/step"], metrics["perf/tokens_per_s"] = total_s, tokens / total_s
+        metrics |= self.strategy.drain_metrics()
+        before_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in ("generate", "sync"))  # by the rollout callback
+        step_s = before_s + time.perf_counter() - started_s
+        lengths = [len(r.prompt.token_ids) + len(r.completion.token_ids) for r in batch.rollouts]
+        tokens = sum(self.strategy.gather_data_parallel(sum(lengths)))
+        metrics |= {"timing_s/step": step_s, "perf/tokens_per_s": tokens / step_s}
         self.log_values(metrics, batch_size=max(1, len(batch.rollouts)))
-
-
-def _split(values_N: Tensor, experience: Experience, rows: Sequence[int]) -> tuple[Tensor, ...]:
-    return values_N.split([int(experience.lengths_B[row]) for row in rows])

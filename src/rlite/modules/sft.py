@@ -36,7 +36,7 @@ class SFTModule(PolicyModule):
         lr = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.step_schedules()
         values = {**result.metric_sums, "grad_norm": result.grad_norm, "lr": lr}
-        values |= {f"timing_s/{name}": s for name, s in self.strategy.stopwatch.drain().items()}
+        values |= self.strategy.drain_metrics() | {"rollout_step": float(batch_idx)}
         self.log_values(values, batch_size=len(rows))
 
     @override

@@ -28,9 +28,7 @@ class StepFacts:
     """fp64, KL penalty of every completion token."""
 
     @classmethod
-    def of(
-        cls, rollouts: Sequence[Rollout], *, num_rewards: int, token_kl_N: Tensor | None = None
-    ) -> "StepFacts":
+    def of(cls, rollouts: Sequence[Rollout], *, num_rewards: int, token_kl_N: Tensor | None = None) -> "StepFacts":
         table = [[math.nan if v is None else v for v in r.rewards.values()] for r in rollouts]
         return cls(
             rewards_B=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),

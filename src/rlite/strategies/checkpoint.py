@@ -56,7 +56,11 @@ class RunCheckpoint:
         save_sharded(partial / "sharded", list(policy.chunks), policy.optimizer)
         if dist.get_rank() == 0:
             torch.save(trainer_state, partial / "trainer.pt")
-            facts = {"format": FORMAT, "world_size": dist.get_world_size(), "global_step": trainer_state.get("global_step")}
+            facts = {
+                "format": FORMAT,
+                "world_size": dist.get_world_size(),
+                "global_step": trainer_state.get("global_step"),
+            }
             with (partial / "COMPLETE").open("w") as file:
                 json.dump(facts, file)
                 file.flush()
@@ -78,7 +82,6 @@ class RunCheckpoint:
 
         self._check()
         load_sharded(self.path / "sharded", list(policy.chunks), policy.optimizer)
-        policy.register_residents()
         return torch.load(self.path / "trainer.pt", weights_only=False, map_location="cpu")
 
     def load_weights(self, chunks: torch.nn.ModuleList) -> None:

@@ -25,11 +25,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from rlite import device
-from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.layout.architecture import Architecture
 from rlite.layout.parallel import ParallelLayout
 from rlite.layout.placement import Placement
-from rlite.memory import Ledger, Phase, PhaseMachine
+from rlite.megatron.options import MegatronOptions, OptimizerConfig
+from rlite.memory import Ledger, Phase, PhaseMachine, phase_metrics
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
 from rlite.strategies.policy import PolicyState
@@ -105,9 +105,7 @@ class ColocatedRLStrategy(ParallelStrategy):
                 device.DeviceKind(self.root_device.type).backend,
                 timeout=timedelta(seconds=self.timeout_s),
             )
-        found = PolicyState.build_groups(
-            self.layout, self.root_device, seed=int(os.environ.get("PL_GLOBAL_SEED", 0))
-        )
+        found = PolicyState.build_groups(self.layout, self.root_device, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if found:
             rank_zero_info(found)
 
@@ -219,6 +217,16 @@ class ColocatedRLStrategy(ParallelStrategy):
         step = self._lightning_optimizers[0].step  # counts trainer.global_step and fires the hooks
         return self.policy.runner.update(rows, loss_fn, temperature=temperature, step=step)
 
+    def drain_metrics(self) -> dict[str, float]:
+        """`timing_s/*` and `perf/phase/*` since the last call: seconds of this rank, bytes of the rank with the most."""
+        timing = {f"timing_s/{name}": seconds for name, seconds in self.stopwatch.drain().items()}
+        memory = phase_metrics(self.phases.ledger.drain())
+        if self.world_size > 1 and memory:
+            values = torch.tensor(list(memory.values()), dtype=torch.float64)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+            memory = dict(zip(memory, values.tolist(), strict=True))
+        return timing | memory
+
     def gather_data_parallel(self, value: Any) -> list[Any]:
         """One value from each data-parallel rank, in order of `dp_rank`, on every rank. Values must be picklable.
 
@@ -283,6 +291,7 @@ class ColocatedRLStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a directory; see `RunCheckpoint`. Every rank calls it."""
+        self.phases.require(Phase.IDLE, Phase.TRAIN, action="saving a checkpoint")
         RunCheckpoint(self.broadcast(str(filepath))).save(checkpoint, self.policy)
 
     @override

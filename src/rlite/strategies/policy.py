@@ -138,9 +138,7 @@ class PolicyState:
         if self._runner is None:
             from rlite.megatron.runner import PolicyRunner
 
-            self._runner = PolicyRunner(
-                list(self.chunks), self.layout, options=self.options, optimizer=self.optimizer
-            )
+            self._runner = PolicyRunner(list(self.chunks), self.layout, options=self.options, optimizer=self.optimizer)
         return self._runner
 
 
