@@ -23,7 +23,7 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        device = current_device(capabilities().device)
+        device = None if config.use_cpu_initialization else current_device(capabilities().device)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # gradients are summed over tensor-parallel ranks
 
@@ -43,7 +43,7 @@ class DuplicatedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert not bias and (config.tensor_model_parallel_size == 1 or config.sequence_parallel)
-        device = current_device(capabilities().device)
+        device = None if config.use_cpu_initialization else current_device(capabilities().device)
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
