@@ -100,3 +100,14 @@ def test_options_are_readable_without_torch_or_megatron(tmp_path: Path) -> None:
 
     script = "import sys, rlite.megatron.options; assert not {'megatron', 'vllm', 'megatron.core'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=tmp_path)
+
+
+def _rng_after_groups() -> bool:
+    torch.manual_seed(5)
+    expected = torch.get_rng_state()
+    build_process_groups(ParallelLayout())
+    return torch.equal(torch.get_rng_state(), expected)
+
+
+def test_building_groups_leaves_the_random_generator_alone() -> None:
+    assert run_world(1, _rng_after_groups) == [True]

@@ -25,4 +25,5 @@ def build_process_groups(layout: ParallelLayout, *, seed: int = 0) -> None:
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it was seeded
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
