@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from rlite.layout.parallel import EngineLayout
 from rlite.rollout import vllm_compat
+from rlite.rollout.config import VLLMConfig
 from rlite.rollout.vllm_compat import CPU_FIXES, Fix, VLLMVersionError
-from rlite.rollout.vllm_memory import mla_layers
+from rlite.rollout.vllm_memory import mla_layers, named_weights
 from tests.helpers.world import run_world
 from tests.rollout.helpers import build_engine, max_logprob_error, requests, write_checkpoint
 
@@ -145,8 +146,10 @@ def test_absorbed_mla_matrices_follow_an_update(model_dir: Callable, tmp_path: P
 
 def test_rotary_kernel_of_stock_vllm_is_wrong_for_mla(model_dir: Callable, tmp_path: Path) -> None:
     def prepare() -> None:
-        fixed = vllm_compat.cpu_llm_args
-        vllm_compat.cpu_llm_args = lambda config: {k: v for k, v in fixed(config).items() if k != "compilation_config"}
+        fixed = vllm_compat.platform_llm_args
+        vllm_compat.platform_llm_args = lambda *args: {
+            key: value for key, value in fixed(*args).items() if key != "compilation_config"
+        }
 
     assert _error_without(prepare, model_dir("deepseek_v3"), tmp_path) > 0.1
 
@@ -202,6 +205,29 @@ def test_a_vllm_without_a_fixes_target_is_refused_by_name() -> None:
         vllm_compat.resolve(fix)
     with pytest.raises(VLLMVersionError, match=r"vllm\.no_such_module"):
         vllm_compat.resolve(Fix("vllm.no_such_module:name", None, "a reason"))
+
+
+def test_arguments_by_platform() -> None:
+    """CUDA and NPU sleep by vLLM's own pool; experts keep a layout that can be written in place."""
+    args = {name: vllm_compat.platform_llm_args(name, {}, VLLMConfig()) for name in ("cpu", "cuda", "npu")}
+    assert args["cpu"]["enforce_eager"] and "enable_sleep_mode" not in args["cpu"]
+    assert args["cpu"]["enable_chunked_prefill"] is False and args["cpu"]["max_num_batched_tokens"] == 8192
+    assert args["cuda"] == {"enable_sleep_mode": True, "moe_backend": "triton"}
+    assert args["npu"] == {"enable_sleep_mode": True, "additional_config": {"rl_config": {"enabled": True}}}
+    chosen = VLLMConfig(extra={"moe_backend": "cutlass"})
+    assert "moe_backend" not in vllm_compat.platform_llm_args("cuda", {}, chosen)
+
+
+def test_transposed_experts_are_handed_out_as_views_in_the_usual_order() -> None:
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    model.experts.w13_weight = torch.nn.Parameter(torch.zeros(3, 8, 10), requires_grad=False)  # [E, H, 2I]
+    model.experts.gate = torch.nn.Parameter(torch.zeros(3, 8), requires_grad=False)
+    weights = named_weights(model, transposed_experts=True)
+    weights["experts.w13_weight"][1, 9, 7] = 1.0
+    assert model.experts.w13_weight[1, 7, 9] == 1.0
+    assert weights["experts.gate"].shape == (3, 8)
+    assert named_weights(model)["experts.w13_weight"].shape == (3, 8, 10)
 
 
 def test_arguments_that_rlite_owns_cannot_be_passed_as_extra(model_dir: Callable, tmp_path: Path) -> None:

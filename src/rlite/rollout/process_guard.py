@@ -37,7 +37,6 @@ class ProcessGuard:
         self._functions = {(owner, name): getattr(owner, name) for owner, name in _REPLACED_FUNCTIONS}
         self._num_threads = torch.get_num_threads()
         self._rng = (torch.get_rng_state(), random.getstate(), np.random.get_state(), _device_rng_states())
-        self._frozen = gc.get_freeze_count()
         self._warnings = warnings.catch_warnings()
         self._warnings.__enter__()
         for category in (FutureWarning, DeprecationWarning):
@@ -48,8 +47,6 @@ class ProcessGuard:
 
     def __exit__(self, *exc_info: object) -> None:
         self._warnings.__exit__(*exc_info)
-        if self._frozen == 0:
-            gc.unfreeze()
         self._engine_functions = {key: getattr(*key) for key in self._functions}
         for (owner, name), function in self._functions.items():
             setattr(owner, name, function)
@@ -76,6 +73,17 @@ def _set_env(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         elif os.environ.get(name) != value:
             os.environ[name] = value
+
+
+@contextlib.contextmanager
+def unfrozen_heap() -> Iterator[None]:
+    """Undoes a `gc.freeze()` inside, which would keep the trainer's garbage alive, unless the heap was frozen before."""
+    was_frozen = gc.get_freeze_count() > 0
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager

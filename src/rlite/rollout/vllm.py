@@ -15,13 +15,11 @@ from rlite.rollout import vllm_compat, vllm_memory
 from rlite.rollout.config import VLLMConfig
 from rlite.rollout.engine import GenerationRequest, ProgressFn, RequestMismatchError, check_requests
 from rlite.rollout.lifecycle import Lifecycle
-from rlite.rollout.process_guard import ProcessGuard, console_to_file
+from rlite.rollout.process_guard import ProcessGuard, console_to_file, unfrozen_heap
 from rlite.rollout.sampling import requests_fingerprint
 from rlite.rollout.stop_tokens import end_of_sequence_ids
 from rlite.rollout.storages import storage_bytes
 from rlite.types import Completion
-
-_MIN_BATCHED_TOKENS = 8192
 
 
 class VLLMEngine:
@@ -44,19 +42,17 @@ class VLLMEngine:
         self._log_file = Path(log_file)
         self._lifecycle = Lifecycle()
         self._guard = ProcessGuard(_engine_env())
-        with self._guard, console_to_file(self._log_file):
+        with self._guard, unfrozen_heap(), console_to_file(self._log_file):
             self._build(str(model_dir))
         self._request_ids = itertools.count()
 
     def _build(self, model_dir: str) -> None:
-        hf_config = json.loads((Path(model_dir) / "config.json").read_text())
-        on_cpu = vllm_compat.is_cpu_build()
+        self._platform = vllm_compat.platform()
+        on_cpu = self._platform == "cpu"
         if on_cpu:
             vllm_compat.apply_cpu_fixes()
-            args = vllm_compat.cpu_llm_args(hf_config)
-        else:
-            args = vllm_memory.pooled_llm_args(self._config)
-        args |= self._llm_args(model_dir)
+        hf_config = json.loads((Path(model_dir) / "config.json").read_text())
+        args = self._llm_args(model_dir) | vllm_compat.platform_llm_args(self._platform, hf_config, self._config)
         _check_extra(self._config.extra, args)
         from vllm import LLM
 
@@ -86,9 +82,6 @@ class VLLMEngine:
             "max_num_seqs": config.max_num_seqs,
             "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
             "enable_prefix_caching": config.enable_prefix_caching,
-            # A seeded request whose prefill is split breaks vLLM's engine on CPU, so a step takes whole prompts.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_model_len, _MIN_BATCHED_TOKENS),
             "logprobs_mode": "processed_logprobs",
             "disable_log_stats": True,
             "seed": 0,
@@ -122,7 +115,7 @@ class VLLMEngine:
     def weights(self) -> dict[str, Tensor]:
         self._lifecycle.check_weights("weights")
         self._lifecycle.on_weights_handed_out()
-        return vllm_memory.named_weights(self._model)
+        return vllm_memory.named_weights(self._model, transposed_experts=self._platform == "npu")
 
     def finish_weight_update(self, policy_version: int) -> None:
         self._lifecycle.check_weights("finish_weight_update")

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlite.rollout.config import VLLMConfig
+
+_MIN_BATCHED_TOKENS = 8192
 _EXPERTS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts"
 
 
@@ -118,10 +121,26 @@ def apply_cpu_fixes() -> None:
         setattr(owner, name, fix.replacement)
 
 
-def cpu_llm_args(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` that the CPU build needs."""
+def platform_llm_args(platform: str, hf_config: Mapping[str, Any], config: VLLMConfig) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that depend on the device. Those for CUDA and NPU were read in the code, not run."""
+    if platform == "cpu":
+        return _cpu_llm_args(hf_config, config)
+    args: dict[str, Any] = {"enable_sleep_mode": True}
+    if platform == "npu":
+        # Otherwise weights lie in Ascend's NZ format, which cannot be written in place.
+        args["additional_config"] = {"rl_config": {"enabled": True}}
+    elif "moe_backend" not in config.extra:
+        # Other expert kernels shuffle the weights at load.
+        args["moe_backend"] = "triton"
+    return args
+
+
+def _cpu_llm_args(hf_config: Mapping[str, Any], config: VLLMConfig) -> dict[str, Any]:
     args: dict[str, Any] = {
         "enforce_eager": True,
+        # A seeded request whose prefill is split over steps breaks the engine, so a step takes whole prompts.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_model_len, _MIN_BATCHED_TOKENS),
         # The C++ rotary kernel is wrong for GPT-J style rotation of MLA queries: log-probs are off by up to 7.
         "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     }
@@ -150,11 +169,11 @@ def resolve(fix: Fix) -> tuple[Any, str]:
     return owner, name
 
 
-def is_cpu_build() -> bool:
-    """Whether the installed vLLM generates on CPU."""
+def platform() -> str:
+    """What the installed vLLM generates on: `cpu`, `cuda`, `npu`, ..."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cpu()
+    return current_platform.device_type
 
 
 def own_shutdown(llm: Any) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlite.rollout.config import VLLMConfig
 from rlite.rollout.storages import StorageSleeper, storage_bytes
 
 _MLA_DERIVED = ("W_UK_T", "W_UV")
+_EXPERT_WEIGHTS = (".w13_weight", ".w2_weight")
 
 
 def mla_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -26,14 +26,20 @@ def refresh_derived(model: torch.nn.Module, dtype: torch.dtype) -> None:
         layer.process_weights_after_loading(dtype)
 
 
-def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, without the `routed_experts.` of newer versions; derived ones left out."""
+def named_weights(model: torch.nn.Module, *, transposed_experts: bool = False) -> dict[str, Tensor]:
+    """Parameters by name, without the `routed_experts.` of newer versions; derived ones left out.
+
+    `transposed_experts`: the model keeps `[E, H, 2I]` and `[E, I, H]`, as on NPU; views in the usual order are returned.
+    """
     derived = {id(getattr(layer, name)) for layer in mla_layers(model) for name in _MLA_DERIVED}
-    return {
+    weights = {
         name.replace(".routed_experts.", "."): parameter.data
         for name, parameter in model.named_parameters()
         if id(parameter) not in derived
     }
+    if transposed_experts:
+        weights |= {k: w.transpose(1, 2) for k, w in weights.items() if k.endswith(_EXPERT_WEIGHTS)}
+    return weights
 
 
 def weight_tensors(model: torch.nn.Module) -> list[Tensor]:
@@ -122,8 +128,3 @@ class PooledEngineMemory:
 
     def kv_cache_bytes(self) -> int:
         return storage_bytes(self._runner.kv_caches)
-
-
-def pooled_llm_args(config: VLLMConfig) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` on CUDA and NPU. Triton's expert kernels keep the layout that is written in place."""
-    return {"enable_sleep_mode": True, **({} if "moe_backend" in config.extra else {"moe_backend": "triton"})}
