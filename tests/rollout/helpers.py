@@ -22,11 +22,16 @@ LONG_PROMPT = (2, *(10 + 7 * i % 80 for i in range(140)))
 PROMPTS = ((2, 20, 12, 21, 30), (2, 40, 41), LONG_PROMPT, (2, 99, 98, 97))
 
 
-def build_engine(model_dir: Path, log_dir: Path, **config: Any) -> RolloutEngine:
+def build_engine(model_dir: Path, log_dir: Path, *, capture_routing: bool = False, **config: Any) -> RolloutEngine:
     from rlite.rollout.vllm import VLLMEngine
 
     defaults = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 64 * MIB, "max_num_seqs": 32}
-    return VLLMEngine(VLLMConfig(**{**defaults, **config}), model_dir, log_file=log_dir / f"log{dist.get_rank()}.txt")
+    return VLLMEngine(
+        VLLMConfig(**{**defaults, **config}),
+        model_dir,
+        log_file=log_dir / f"log{dist.get_rank()}.txt",
+        capture_routing=capture_routing,
+    )
 
 
 def write_checkpoint(engine: RolloutEngine, model_dir: Path, layout: EngineLayout, *, version: int) -> None:

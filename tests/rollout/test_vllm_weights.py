@@ -90,3 +90,24 @@ def test_greedy_after_an_update_equals_a_freshly_built_engine(case: Any) -> None
 def test_all_ranks_of_an_engine_return_the_same(case: Any) -> None:
     results, _ = case
     assert all(result == results[0] for result in results)
+
+
+def _generate(model_dir: Path, log_dir: Path, dtype: str) -> tuple[list[Completion], dict[str, torch.dtype]]:
+    engine = build_engine(model_dir, log_dir, dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in engine.weights().items()}
+    write_checkpoint(engine, model_dir, EngineLayout(), version=0)
+    return engine.generate(requests()), dtypes
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_bf16_engine_is_close_to_fp32_and_keeps_its_router_bias(
+    name: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """bf16 rounds to 3 digits and may flip an expert choice; wrong weights give errors above 2."""
+    ((completions, dtypes),) = run_world(1, _generate, model_dir(name), tmp_path, "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(model_dir(name), dtype=torch.float32).eval()
+    errors = [max_logprob_error(model, [r], [c]) for r, c in zip(requests(), completions, strict=True)]
+    assert sorted(errors)[1] < 0.2, errors
+    biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
+    assert all(dtypes[bias] == torch.float32 for bias in biases) and bool(biases) == (name == "deepseek_v3")
+    assert all(dtype == torch.bfloat16 for name, dtype in dtypes.items() if name not in biases)

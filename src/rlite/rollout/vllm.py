@@ -19,6 +19,7 @@ from rlite.rollout.process_guard import ProcessGuard, console_to_file, unfrozen_
 from rlite.rollout.sampling import requests_fingerprint
 from rlite.rollout.stop_tokens import end_of_sequence_ids
 from rlite.rollout.storages import storage_bytes
+from rlite.rollout.vllm_routing import RoutingRecorder
 from rlite.types import Completion
 
 
@@ -29,9 +30,12 @@ class VLLMEngine:
     start arbitrary: only the config is read from `model_dir`. Their names are vLLM's, without `routed_experts.`.
     """
 
-    def __init__(self, config: VLLMConfig, model_dir: Path | str, *, log_file: Path | str) -> None:
+    def __init__(
+        self, config: VLLMConfig, model_dir: Path | str, *, log_file: Path | str, capture_routing: bool = False
+    ) -> None:
         """vLLM's own output is appended to `log_file`. Every completion ends at the model's end-of-sequence tokens.
 
+        `capture_routing`: `routed_experts` then tells the experts of every token; only on CPU, without prefix caching.
         Raises ValueError for a layout that does not cover the world or an argument in `config.extra` that rlite sets.
         """
         if not dist.is_initialized():
@@ -45,6 +49,10 @@ class VLLMEngine:
         with self._guard, unfrozen_heap(), console_to_file(self._log_file):
             self._build(str(model_dir))
         self._request_ids = itertools.count()
+        self.routed_experts: list[Tensor] = []
+        """With `capture_routing`, for each request of the last `generate` the experts of all tokens but the last, which
+        no layer has seen: int16 `[prompt + completion - 1, MoE layers, top_k]`, global expert ids."""
+        self._recorder = self._routing_recorder() if capture_routing else None
 
     def _build(self, model_dir: str) -> None:
         self._platform = vllm_compat.platform()
@@ -156,26 +164,38 @@ class VLLMEngine:
             raise
 
     def _generate(self, requests: Sequence[GenerationRequest], on_progress: ProgressFn | None) -> list[Completion]:
-        from vllm import TokensPrompt
-
-        index_of: dict[str, int] = {}
-        for index, request in enumerate(requests):
-            request_id = str(next(self._request_ids))
-            index_of[request_id] = index
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
-            self._engine.add_request(request_id, prompt, _sampling_params(request, self._eos_token_ids))
-        completions: list[Completion | None] = [None] * len(requests)
-        finished = 0
+        ids = [self._submit(request) for request in requests]
+        done: dict[str, Completion] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                completions[index_of[output.request_id]] = _completion(output.outputs[0], self.policy_version)
-                finished += 1
+                done[output.request_id] = _completion(output.outputs[0], self.policy_version)
                 if on_progress is not None:
-                    on_progress(finished, len(requests))
-        missing = [index for index, completion in enumerate(completions) if completion is None]
-        if missing:
+                    on_progress(len(done), len(requests))
+        if missing := [index for index, request_id in enumerate(ids) if request_id not in done]:
             raise RuntimeError(f"vLLM returned no completion for requests {missing}")
-        return [completion for completion in completions if completion is not None]
+        completions = [done[request_id] for request_id in ids]
+        if self._recorder is not None:
+            self.routed_experts = [
+                self._recorder.take(request_id, len(request.prompt_token_ids) + len(completion.token_ids) - 1)
+                for request_id, request, completion in zip(ids, requests, completions, strict=True)
+            ]
+        return completions
+
+    def _submit(self, request: GenerationRequest) -> str:
+        from vllm import TokensPrompt
+
+        request_id = str(next(self._request_ids))
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
+        self._engine.add_request(request_id, prompt, _sampling_params(request, self._eos_token_ids))
+        return request_id
+
+    def _routing_recorder(self) -> RoutingRecorder:
+        if self._platform != "cpu" or self._config.enable_prefix_caching:
+            raise ValueError(
+                f"capture_routing on {self._platform} with enable_prefix_caching = {self._config.enable_prefix_caching}: "
+                "it works on cpu and with rollout.engine.enable_prefix_caching = false only"
+            )
+        return RoutingRecorder(self._core.model_executor.driver_worker.worker.model_runner)
 
     def _check_identical(self, requests: Sequence[GenerationRequest]) -> None:
         if self._config.tp == 1:
