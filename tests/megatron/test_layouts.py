@@ -35,6 +35,7 @@ LAYOUTS = {
     "pp2_uneven": (2, ParallelLayout(pp=2, first_stage_layers=1)),
     "pp2_vpp2": (2, ParallelLayout(pp=2, vpp=2)),
     "cp2": (2, ParallelLayout(cp=2)),
+    "ep2_etp2": (4, ParallelLayout(ep=2, etp=2)),
     "tp2_ep2_etp2": (4, ParallelLayout(tp=2, ep=2, etp=2)),
     "tp2_ep4_cp2": (4, ParallelLayout(tp=2, ep=4, cp=2)),
     "pp2_ep2": (4, ParallelLayout(pp=2, ep=2)),
@@ -134,7 +135,9 @@ def test_deepseek_v3_is_the_same_on_every_layout(reference: Any, layout: str) ->
     assert_same(outcome("deepseek_v3", world_size, parallel), reference("deepseek_v3"))
 
 
-@pytest.mark.parametrize("layout", ["dp2", "tp2", "ep2", "tp2_ep2", "pp2_uneven", "pp2_vpp2", "cp2", "tp2_ep4_cp2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "tp2", "ep2", "tp2_ep2", "pp2_uneven", "pp2_vpp2", "cp2", "ep2_etp2", "tp2_ep4_cp2"]
+)
 def test_qwen3_moe_is_the_same_on_every_layout(reference: Any, layout: str) -> None:
     world_size, parallel = LAYOUTS[layout]
     assert_same(outcome("qwen3_moe", world_size, parallel), reference("qwen3_moe"))
