@@ -15,6 +15,8 @@ _PATTERNS = (
 
 def add_nearest_key(message: str, parser: Any) -> str:
     """`message` with "did you mean ...?" when it complains about an unknown key."""
+    if "Did you mean" in message:
+        return message  # a nested parser said it already
     for pattern in _PATTERNS:
         if found := pattern.search(message):
             key = found[1]

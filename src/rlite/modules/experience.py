@@ -72,6 +72,14 @@ class Experience:
             keep_B=None if self.keep_B is None else self.keep_B[chosen].to(device),
         )
 
+    def engine_differences(self, indices: Sequence[int], live_N: Tensor) -> list[Tensor]:
+        """|trainer - engine| log-probabilities of the rows `indices`, before any update moved the trainer; on the CPU."""
+        if self.old_logprobs is not None:
+            trainer = [self.old_logprobs[i].cpu() for i in indices]
+        else:
+            trainer = list(live_N.detach().cpu().split([int(self.lengths_B[i]) for i in indices]))
+        return [(mine - self.rollout_logprobs[i]).abs() for mine, i in zip(trainer, indices, strict=True)]
+
     @staticmethod
     def _flat(parts: list[Tensor], indices: Sequence[int]) -> Tensor:
         return torch.cat([torch.empty(0), *(parts[i].cpu() for i in indices)])

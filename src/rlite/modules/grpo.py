@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from rlite.megatron.options import OptimizerConfig
 from rlite.memory import Phase
 from rlite.modules.base import PolicyModule
 from rlite.modules.experience import Experience
-from rlite.modules.step import StepFacts, step_metrics
+from rlite.modules.step import StepFacts, difference_sums, step_metrics
 from rlite.rewards import RewardRunner, RewardSpec
 from rlite.types import LossFn, LossOutput, Rollout, RolloutBatch, TokenScores
 
@@ -162,7 +163,6 @@ class GRPOModule(PolicyModule):
                 scores = strategy.score(experience.rows, temperature=temperature)
             experience.old_logprobs = [s.logprobs for s in scores]
             experience.entropy_threshold = self._entropy_threshold([s.entropy for s in scores])
-            self._note_differences(batch.rollouts, experience, range(len(scores)), experience.old_logprobs)
         experience.check_logprobs()
 
     def _entropy_threshold(self, entropies: Sequence[Tensor]) -> float | None:
@@ -271,20 +271,13 @@ class GRPOModule(PolicyModule):
 
         def loss_fn(rows: Sequence[int], scores: TokenScores) -> LossOutput:
             absolute = [indices[row] for row in rows]
-            if experience.old_logprobs is None:
-                live = scores.logprobs.detach().cpu().split([int(experience.lengths_B[row]) for row in absolute])
-                self._note_differences(rollouts, experience, absolute, live)
-            return self.loss(experience.loss_inputs(absolute, scores), counts, experience.entropy_threshold)
+            output = self.loss(experience.loss_inputs(absolute, scores), counts, experience.entropy_threshold)
+            differences = experience.engine_differences(absolute, scores.logprobs)
+            for row, difference in zip(absolute, differences, strict=True):
+                rollouts[row].logprob_diff = float(difference.mean()) if len(difference) else 0.0
+            return replace(output, metric_sums=output.metric_sums | difference_sums(differences))
 
         return loss_fn
-
-    @staticmethod
-    def _note_differences(
-        rollouts: Sequence[Rollout], experience: Experience, rows: Sequence[int], logprobs: Sequence[Tensor]
-    ) -> None:
-        for row, mine in zip(rows, logprobs, strict=True):
-            difference = (mine.cpu() - experience.rollout_logprobs[row]).abs()
-            rollouts[row].logprob_diff = float(difference.mean()) if len(difference) else 0.0
 
     def loss(self, inputs: LossInputs, counts: Counts, entropy_threshold: float | None = None) -> LossOutput:
         """Override for another loss.

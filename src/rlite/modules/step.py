@@ -55,3 +55,13 @@ def step_metrics(facts: StepFacts, groups_B: Tensor, names: Sequence[str]) -> di
         | reward_table_metrics(facts.reward_table_BK, names)
         | completion_metrics(facts.lengths_B, facts.truncated_B)
     )
+
+
+def difference_sums(differences: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Sums for `rollout/logprob_diff_{mean,max}` over every sampled token, whether it is trained on or not."""
+    values = torch.cat([torch.zeros(0), *differences])
+    return {
+        "count:compared": torch.tensor(float(len(values))),
+        "compared:rollout/logprob_diff_mean": values.sum(),
+        "max:rollout/logprob_diff_max": values.max() if len(values) else torch.tensor(-torch.inf),
+    }

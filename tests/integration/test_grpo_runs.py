@@ -1,0 +1,110 @@
+"""GRPO runs through the command line on real parts: what they log, that they repeat, and that layouts agree."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import logger, metrics, rlite, samples
+
+SMALL = (
+    "--data.batch_size=4",
+    "--model.batch.group_size=4",
+    "--trainer.limit_train_batches=2",
+    "--model.init_from=null",
+)
+CONFIG = "configs/grpo_demo_cpu.yaml"
+LENGTH = "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_tokens: 4}}]"
+"""A reward that differs between the completions of a random policy."""
+
+
+def engine(kind: str, settings: str) -> str:
+    """The demo's callbacks with another engine."""
+    return (
+        f"--trainer.callbacks=[{{class_path: rlite.callbacks.{kind}, init_args: {{engine: {{dtype: float32, {settings}, "
+        "max_model_len: 32, kv_cache_memory_bytes: 33554432}, sampling: {max_tokens: 4}, logprob_tolerance: 1.0e-4}}, "
+        "{class_path: rlite.callbacks.EP2TPConversion}, {class_path: rlite.callbacks.MemoryOffload}]"
+    )
+
+
+def grpo(folder: Path, *overrides: str, world_size: int = 2) -> list[dict[str, float]]:
+    devices = f"--trainer.devices={world_size}"
+    arguments = ("fit", "--config", CONFIG, *SMALL, "--trainer.enable_checkpointing=false", devices, logger(folder))
+    rlite(*arguments, *overrides, world_size=world_size)
+    return metrics(folder)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the demo's arrangement (train EP2, generate TP2), with two updates a rollout step at learning rate 0."""
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    grpo(folder, "--model.batch.minibatches=2", "--model.optimizer.lr=0", LENGTH)
+    return folder
+
+
+def test_engine_and_trainer_agree_on_every_token_after_the_first_and_the_last_sync(demo: Path) -> None:
+    rows = metrics(demo)
+    assert len(rows) == 2
+    assert all(0 < row["rollout/logprob_diff_max"] <= 1e-4 for row in rows)
+
+
+def test_the_first_ratio_is_one(demo: Path) -> None:
+    for row in metrics(demo):
+        assert abs(row["ratio/max"] - 1) <= 1e-5
+        assert abs(row["ratio/min"] - 1) <= 1e-5
+
+
+def test_every_promised_metric_is_logged(demo: Path) -> None:
+    promised = {"reward/mean", "reward/std", "completions/mean_length", "entropy", "grad_norm", "lr", "loss"}
+    promised |= {f"timing_s/{name}" for name in ("generate", "reward", "logprob", "update", "sync", "offload", "step")}
+    promised |= {"rollout/logprob_diff_mean", "rollout/logprob_diff_max", "clip_ratio/region_mean", "perf/tokens_per_s"}
+    promised |= {f"perf/reshard/{name}" for name in ("seconds", "bytes_recv", "bytes_lower_bound", "efficiency", "ops")}
+    promised |= {f"perf/phase/{name}/device_peak_bytes" for name in ("generate", "logprob", "train")}
+    assert promised <= metrics(demo)[0].keys(), promised - metrics(demo)[0].keys()
+
+
+def test_every_completion_is_in_the_samples_file(demo: Path) -> None:
+    lines = samples(demo)
+    assert len(lines) == 2 * 4 * 4
+    assert {"prompt", "completion", "rewards", "reward", "advantage", "logprob_diff"} <= lines[0].keys()
+    assert [line["sample"] for line in lines[:5]] == [0, 1, 2, 3, 0]
+    assert all(line["rewards"] == {"soft_overlong": line["reward"]} for line in lines)
+
+
+def test_conversion_receives_the_lower_bound(demo: Path) -> None:
+    assert metrics(demo)[0]["perf/reshard/efficiency"] >= 0.999
+
+
+def test_the_same_seed_gives_the_same_completions_and_another_seed_others(demo: Path, tmp_path: Path) -> None:
+    def texts(folder: Path) -> list[str]:
+        return [line["completion"] for line in samples(folder) if line["rollout_step"] == 0]
+
+    grpo(tmp_path / "again", "--trainer.limit_train_batches=1")
+    grpo(tmp_path / "other", "--trainer.limit_train_batches=1", "--seed_everything=1")
+    assert texts(tmp_path / "again") == texts(demo) != texts(tmp_path / "other")
+
+
+@pytest.mark.slow
+def test_one_process_ep2_tp2_and_dp2_compute_the_same_step(tmp_path: Path) -> None:
+    """Rewards, loss and gradient norm of the first rollout step do not depend on the training layout."""
+    layout = "--trainer.strategy.init_args.layout"
+    runs = {
+        "one": grpo(tmp_path / "one", f"{layout}={{ep: 1}}", engine("VLLMRollout", "tp: 1"), LENGTH, world_size=1),
+        "ep2": grpo(tmp_path / "ep2", LENGTH),
+        "tp2": grpo(tmp_path / "tp2", f"{layout}={{tp: 2, etp: 2, ep: 1}}", LENGTH),
+        "dp2": grpo(tmp_path / "dp2", f"{layout}={{ep: 1}}", LENGTH),
+    }
+    expected = runs.pop("one")[0]
+    for name, rows in runs.items():
+        for key in ("reward/mean", "loss", "grad_norm", "entropy"):
+            assert rows[0][key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), (name, key)
+
+
+def test_a_reference_at_the_start_has_no_kl_and_then_some(tmp_path: Path) -> None:
+    rows = grpo(tmp_path / "kl", "--model.algorithm={preset: grpo, kl_coef: 0.1}", "--model.optimizer.lr=1e-2", LENGTH)
+    assert rows[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert rows[1]["kl"] > 1e-6
+
+
+def test_transformers_serves_the_same_contract(tmp_path: Path) -> None:
+    rows = grpo(tmp_path / "hf", engine("TransformersRollout", "max_num_seqs: 8"))
+    assert len(rows) == 2
