@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from rlite.device import DeviceKind
 from rlite.layout.architecture import Architecture
 from rlite.layout.boxes import check_local, volume
 from rlite.layout.catalogue import catalogue
@@ -13,6 +14,7 @@ from rlite.layout.parallel import EngineLayout, ParallelLayout
 from rlite.layout.placement import ExplicitPlacement
 from rlite.layout.vllm import VLLMPlacement, vllm_boxes
 from rlite.layout.vllm import padded_vocab as vllm_padded_vocab
+from rlite.megatron.bootstrap import bootstrap
 from rlite.reshard.pieces import atoms
 from tests.reshard.tiny import CONFIGS
 
@@ -90,6 +92,7 @@ def test_virtual_pipeline_chunks_are_dealt_out_in_turns():
 def test_layer_offsets_are_those_of_megatron_core(layers, layout):
     from types import SimpleNamespace
 
+    bootstrap(DeviceKind.CPU)
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     config = SimpleNamespace(

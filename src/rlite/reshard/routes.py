@@ -11,6 +11,9 @@ from rlite.layout.boxes import Index
 from rlite.layout.placement import Sharding
 from rlite.reshard.pieces import Match, Piece
 
+_BUCKETS_TO_OVERLAP = 8
+_SMALLEST_BUCKET_BYTES = 4 * 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
@@ -107,11 +110,11 @@ def assign_buckets(
 
     A tensor that exceeds a bucket alone has its pieces cut. Raises ValueError when even single rows exceed it.
     """
-    bucket_bytes = staging_budget_bytes // 2
+    loads = [_staging(name, match, choices) * itemsize for name, match, itemsize, _ in traffic]
+    bucket_bytes = _bucket_bytes(loads, staging_budget_bytes)
     spans: dict[str, BucketSpan] = {}
     current, fill = 0, np.zeros(world_size, np.int64)
-    for name, match, itemsize, _ in traffic:
-        load = _staging(name, match, choices) * itemsize
+    for (name, match, itemsize, _), load in zip(traffic, loads, strict=True):
         fill = fill + load
         if fill.max() <= bucket_bytes:
             spans[name] = BucketSpan(current, 1)
@@ -124,6 +127,12 @@ def assign_buckets(
             spans[name] = BucketSpan(first, parts)
             current, fill = first + parts, np.zeros(world_size, np.int64)
     return spans
+
+
+def _bucket_bytes(loads: Sequence[np.ndarray], staging_budget_bytes: int) -> int:
+    """Half the budget, or less where that still makes enough buckets for packing and transfer to overlap."""
+    total = int(sum(loads).max()) if loads else 0
+    return min(staging_budget_bytes // 2, max(_SMALLEST_BUCKET_BYTES, -(-total // _BUCKETS_TO_OVERLAP)))
 
 
 def _staging(name: str, match: Match, choices: Choices) -> np.ndarray:
