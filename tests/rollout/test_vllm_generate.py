@@ -174,6 +174,8 @@ def _process_state() -> dict[str, Any]:
 
 def _trainer_state_around_the_engine(model_dir: Path, log_dir: Path) -> None:
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    if dist.get_rank() == 0:
+        del os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"]  # as in the main process of Lightning's own launcher
     before = _process_state()
     engine = _ready_engine(model_dir, log_dir, tp=2)
     assert _process_state() == before

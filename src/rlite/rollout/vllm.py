@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -221,11 +222,12 @@ class VLLMEngine:
 
 
 def _engine_env() -> dict[str, str]:
-    rank = str(dist.get_rank())
+    """What vLLM reads; the rank variables as torchrun sets them, since other launchers leave some out."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "RANK": rank,
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
         "WORLD_SIZE": str(dist.get_world_size()),
     }
 
