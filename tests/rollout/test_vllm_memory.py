@@ -42,6 +42,7 @@ def _cycles(model_dir: Path, log_dir: Path) -> dict[str, Any]:
         write_checkpoint(engine, model_dir, layout, version=version)
         engine.wake_kv_cache()
         result["tokens"].append(tokens(engine.generate(requests())))
+        result["requests_kept"] = len(engine._core.model_executor.driver_worker.worker.model_runner.requests)
         result["awake_bytes"] = (engine.weight_bytes, engine.kv_cache_bytes, engine.kv_tokens)
     result["same_storage"] = all(
         tensor.data_ptr() == engine.weights()[name].data_ptr() for name, tensor in tensors.items()
@@ -61,6 +62,7 @@ def test_sleep_frees_memory_and_cycles_do_not_grow(model_dir: Callable[..., Path
         assert awake - asleep > 0.9 * (weight_bytes + kv_bytes)
     assert result["awake"][-1] - result["awake"][1] < 4 * MIB
     assert all(sampled == result["tokens"][0] for sampled in result["tokens"])
+    assert result["requests_kept"] == len(requests()), "requests of earlier cycles are still held"
     assert result["same_storage"], "the tensors handed out before the first sleep must stay the live ones"
 
 

@@ -82,7 +82,7 @@ class CPUEngineMemory:
                 f"vLLM says: {error}"
             ) from error
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
-        self._core.scheduler = config.scheduler_config.get_scheduler_cls()(
+        scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=kv_cache_config,
             structured_output_manager=self._core.structured_output_manager,
@@ -90,6 +90,9 @@ class CPUEngineMemory:
             block_size=block_size,
             hash_block_size=hash_block_size,
         )
+        # The runner hears of finished requests with the next step; unheard, it would keep them for ever.
+        scheduler.finished_req_ids = self._core.scheduler.finished_req_ids
+        self._core.scheduler = scheduler
         self._core._initialize_effective_attention_block_size()
 
     def kv_cache_bytes(self) -> int:
