@@ -3,6 +3,7 @@
 from rlite.callbacks.checkpoint import RolloutCheckpoint
 from rlite.callbacks.console import ConsoleProgress
 from rlite.callbacks.conversion import EP2TPConversion
+from rlite.callbacks.health import HealthWarnings
 from rlite.callbacks.offload import MemoryOffload
 from rlite.callbacks.preemption import GracefulPreemption
 from rlite.callbacks.rollout import RolloutCallback, TransformersRollout, VLLMRollout
@@ -12,6 +13,7 @@ __all__ = [
     "ConsoleProgress",
     "EP2TPConversion",
     "GracefulPreemption",
+    "HealthWarnings",
     "MemoryOffload",
     "RolloutCallback",
     "RolloutCheckpoint",

@@ -9,7 +9,7 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
-from rlite.callbacks import ConsoleProgress, GracefulPreemption, RolloutCheckpoint, SampleLog
+from rlite.callbacks import ConsoleProgress, GracefulPreemption, HealthWarnings, RolloutCheckpoint, SampleLog
 from rlite.callbacks.preemption import EXIT_CODE
 from rlite.cli.console import quiet_console, user_errors
 from rlite.cli.nearest import add_nearest_key
@@ -31,13 +31,13 @@ _RUN_DEFAULTS: dict[str, Any] = {
 class RLiteTrainer(pl.Trainer):
     """Lightning's Trainer with the defaults that a run needs: one epoch is the run, data samplers are ours.
 
-    `RLiteTrainer(...)` takes the arguments of `lightning.pytorch.Trainer` and adds `ConsoleProgress`, `SampleLog`,
-    `RolloutCheckpoint` and `GracefulPreemption` when `callbacks` has none of them.
+    `RLiteTrainer(...)` takes the arguments of `lightning.pytorch.Trainer` and adds `ConsoleProgress`, `HealthWarnings`,
+    `SampleLog`, `RolloutCheckpoint` and `GracefulPreemption` when `callbacks` has none of them.
     """
 
     def __init__(self, *, callbacks: list[pl.Callback] | pl.Callback | None = None, **kwargs: Any) -> None:
         given = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
-        wanted: list[type[pl.Callback]] = [SampleLog, GracefulPreemption]
+        wanted: list[type[pl.Callback]] = [HealthWarnings, SampleLog, GracefulPreemption]
         if kwargs.get("enable_progress_bar") is not False:
             wanted.insert(0, ConsoleProgress)
         if kwargs.get("enable_checkpointing") is not False:
