@@ -28,6 +28,7 @@ class SampleLog(Callback):
     def __init__(self, *, show_every_n_rollouts: int = 10, save_every_n_rollouts: int = 1) -> None:
         self.show_every_n_rollouts = show_every_n_rollouts
         self.save_every_n_rollouts = save_every_n_rollouts
+        self._begun: set[Path] = set()
 
     @override
     def on_train_batch_end(
@@ -62,10 +63,19 @@ class SampleLog(Callback):
         if save:
             path = Path(log_dir) / filename
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path not in self._begun and path.exists():
+                _keep_lines_before(path, step)
+            self._begun.add(path)
             with path.open("a") as file:
                 file.writelines(json.dumps(_line(rollout, step), ensure_ascii=False) + "\n" for rollout in rollouts)
         if show and rollouts:
             _show(rollouts, step)
+
+
+def _keep_lines_before(path: Path, step: int) -> None:
+    """A run that resumes does some steps again: their old lines go."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["rollout_step"] < step))
 
 
 def _line(rollout: Rollout, step: int) -> dict[str, Any]:

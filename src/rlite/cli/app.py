@@ -14,6 +14,7 @@ from rlite.callbacks.preemption import EXIT_CODE
 from rlite.cli.console import quiet_console, user_errors
 from rlite.cli.nearest import add_nearest_key
 from rlite.data import PromptDataModule
+from rlite.loggers import RunLogger
 from rlite.modules import PolicyModule
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -43,6 +44,8 @@ class RLiteTrainer(pl.Trainer):
         if kwargs.get("enable_checkpointing") is not False:
             wanted.append(RolloutCheckpoint)
         given += [kind() for kind in wanted if not any(isinstance(c, kind) for c in given)]
+        if kwargs.get("logger") in (None, True):
+            kwargs["logger"] = RunLogger()
         # Lightning's own ModelCheckpoint default would count optimizer steps.
         for name, value in _RUN_DEFAULTS.items():
             kwargs.setdefault(name, value)
@@ -92,7 +95,25 @@ class RLiteCLI(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         with user_errors():
+            self._find_last_checkpoint()
             super().instantiate_classes()
+
+    def _find_last_checkpoint(self) -> None:
+        """`--ckpt_path last` means the newest run of this config's logger, and the run goes on in that directory."""
+        config = self.config[self.subcommand]
+        if config.get("ckpt_path") != "last":
+            return
+        loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
+        ours = [entry for entry in loggers if getattr(entry, "class_path", "").endswith("RunLogger")]
+        logger = RunLogger(**ours[0].init_args.as_dict()) if ours else RunLogger()
+        found = logger.last_checkpoint()
+        if found is None:
+            raise FileNotFoundError(
+                f"--ckpt_path last: no run under {logger.root_dir} has a complete checkpoints/last.ckpt"
+            )
+        config.ckpt_path = str(found)
+        if ours:
+            ours[0].init_args.version = found.parent.parent.name
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:

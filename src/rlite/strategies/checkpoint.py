@@ -36,8 +36,8 @@ class RunCheckpoint:
         Raises:
             ValueError: it is neither.
         """
-        for candidate in (directory, directory / "last.ckpt", directory / "checkpoints" / "last.ckpt"):
-            if (candidate / "COMPLETE").is_file():
+        for candidate in (directory, newest_checkpoint(directory), newest_checkpoint(directory / "checkpoints")):
+            if candidate is not None and (candidate / "COMPLETE").is_file():
                 return cls(candidate.resolve())
         raise ValueError(
             f"{directory} is neither a Hugging Face directory with *.safetensors, nor a complete rlite checkpoint, nor a "
@@ -109,3 +109,12 @@ class RunCheckpoint:
         written = json.loads(marker.read_text()).get("format")
         if written != FORMAT:
             raise ValueError(f"checkpoint {self.path} has format {written}, this version reads {FORMAT}")
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """`last.ckpt`, or where a save was killed before it was linked, the complete checkpoint that was written last."""
+    last = directory / "last.ckpt"
+    if (last / "COMPLETE").is_file():
+        return last
+    markers = sorted(directory.glob("*.ckpt/COMPLETE"), key=lambda marker: marker.stat().st_mtime)
+    return markers[-1].parent if markers else None

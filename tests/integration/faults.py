@@ -1,0 +1,40 @@
+"""Things that go wrong in the second rollout step of a run, named in a config by their dotted paths."""
+
+import os
+import signal
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback
+
+_calls = 0
+
+
+def length_and_sigterm(completion_ids: list[list[int]]) -> list[float]:
+    """A reward; the second call asks the process to stop."""
+    global _calls
+    _calls += 1
+    if _calls == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+class Signal(Callback):
+    """Sends SIGTERM to rank `rank` in rollout step 1, while generating or while updating."""
+
+    def __init__(self, where: str, rank: int = 0) -> None:
+        self.where, self.rank = where, rank
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._step = batch_idx
+        if self.where == "generate":
+            assert trainer.strategy.phases.phase == "generate"
+            self._send(trainer)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.where == "update":
+            assert trainer.strategy.phases.phase == "train"
+            self._send(trainer)
+
+    def _send(self, trainer: Any) -> None:
+        if self._step == 1 and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)

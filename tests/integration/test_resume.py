@@ -1,0 +1,71 @@
+"""Stopping and going on: a resumed run samples, trains and logs what an uninterrupted one does."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import logger, metrics, rlite, samples
+
+COMMON = (
+    "fit", "--config", "configs/grpo_demo_cpu.yaml", "--data.batch_size=4", "--model.batch.group_size=4",
+    "--model.init_from=null", "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_tokens: 4}}]",
+    "--model.batch.minibatches=2", "--model.optimizer={lr: 1.0e-3, warmup_steps: 3, schedule: linear, total_steps: 8}",
+)  # fmt: skip
+
+
+def run(folder: Path, rollouts: int, *overrides: str) -> None:
+    rlite(*COMMON, f"--trainer.limit_train_batches={rollouts}", logger(folder), *overrides)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(folder, 4)
+    return folder
+
+
+def test_two_and_two_rollouts_equal_four(uninterrupted: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(first, 2)
+    run(second, 4, f"--ckpt_path={first / 'checkpoints' / 'last.ckpt'}")
+    expected = samples(uninterrupted)
+    assert [s["rollout_step"] for s in samples(second)] == [2] * 16 + [3] * 16
+    assert samples(first) + samples(second) == expected, "same prompts, completions, rewards and advantages"
+    for ours, theirs in zip(metrics(second), metrics(uninterrupted)[2:], strict=True):
+        for key in ("loss", "grad_norm", "lr", "entropy", "rollout_step"):
+            assert ours[key] == theirs[key], key
+
+
+def test_ckpt_path_last_goes_on_in_the_newest_run_directory_and_loses_no_row(tmp_path: Path) -> None:
+    place = f"--trainer.logger.init_args={{save_dir: {tmp_path}, name: runs}}"
+    rlite(*COMMON, "--trainer.limit_train_batches=1", place)
+    rlite(*COMMON, "--trainer.limit_train_batches=2", place, "--ckpt_path=last")
+    folder = tmp_path / "runs" / "version_0"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_0"]
+    assert [row["rollout_step"] for row in metrics(folder)] == [0, 1]
+    assert [s["rollout_step"] for s in samples(folder)] == [0] * 16 + [1] * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "rank"), [("generate", 0), ("update", 1), ("reward", 0)])
+def test_sigterm_in_any_phase_saves_exits_143_and_resumes_as_if_nothing_happened(
+    where: str, rank: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    place = f"--trainer.logger.init_args={{save_dir: {tmp_path}, name: runs}}"
+    if where == "reward":
+        fault = ["--model.rewards=[tests.integration.faults.length_and_sigterm]"]
+    else:
+        fault = [
+            "--trainer.callbacks+=tests.integration.faults.Signal",
+            f"--trainer.callbacks.where={where}",
+            f"--trainer.callbacks.rank={rank}",
+        ]
+    with pytest.raises(AssertionError, match="exit code 143"):
+        rlite(*COMMON, "--trainer.limit_train_batches=4", place, *fault)
+    folder = tmp_path / "runs" / "version_0"
+    assert [row["rollout_step"] for row in metrics(folder)] == [0, 1], "the step under way is finished, then saved"
+    if where == "reward":
+        return
+    rlite(*COMMON, "--trainer.limit_train_batches=4", place, "--ckpt_path=last")
+    assert samples(folder) == samples(uninterrupted)
+    assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(uninterrupted)]
