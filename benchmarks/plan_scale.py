@@ -38,8 +38,10 @@ def main() -> None:
     one_rank_s = time.perf_counter() - started
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    totals = [_summary(planner, rank) for rank in range(args.world)]
+    size = {name: ITEMSIZE[planner.sources.dtype(name)] for name in planner.sources.tensors}
+    totals = [_summary(planner, rank, size) for rank in range(args.world)]
     all_ranks_s = time.perf_counter() - started
+    model = sum(math.prod(tensor.shape) * size[name] for name, tensor in planner.sources.tensors.items())
     mean = {key: sum(total[key] for total in totals) / args.world for key in totals[0]}
     result = {
         "bytes_received_mean": mean["recv"],
@@ -47,7 +49,7 @@ def main() -> None:
         "bytes_sent_max": max(total["sent"] for total in totals),
         "bytes_local_mean": mean["local"],
         "bytes_lower_bound_mean": mean["lower_bound"],
-        "gather_bytes_received_mean": mean["gather"],
+        "gather_bytes_received_mean": model - mean["own"],
         "internode_bytes_mean": mean["internode"],
         "ops_max": max(total["ops"] for total in totals),
         "buckets_max": max(total["buckets"] for total in totals),
@@ -69,17 +71,15 @@ def _planner(args: argparse.Namespace) -> TransferPlanner:
     )
 
 
-def _summary(planner: TransferPlanner, rank: int) -> dict[str, int]:
-    plan, sources = planner.plan(rank), planner.sources
-    size = {name: ITEMSIZE[sources.dtype(name)] for name in sources.tensors}
-    model = sum(math.prod(tensor.shape) * size[name] for name, tensor in sources.tensors.items())
-    own = sum(box.numel * size[box.tensor] for box in sources.local(rank).boxes)
+def _summary(planner: TransferPlanner, rank: int, size: dict[str, int]) -> dict[str, int]:
+    plan = planner.plan(rank)
+    own = sum(box.numel * size[box.tensor] for box in planner.sources.local(rank).boxes)
     return {
         "recv": plan.bytes_recv,
         "sent": plan.bytes_sent,
         "local": plan.bytes_local,
         "lower_bound": plan.bytes_lower_bound,
-        "gather": model - own,
+        "own": own,
         "internode": plan.bytes_internode,
         "ops": plan.ops,
         "buckets": len(plan.buckets),

@@ -115,6 +115,16 @@ class Rule(NamedTuple):
     """Whether experts lie behind each other in a leading dim."""
 
 
+class _OwnPart(NamedTuple):
+    """How one rank holds its part of a tensor."""
+
+    rule: Rule
+    segments: tuple[tuple[Index, Index, Index, Index], ...]
+    """(canonical start, canonical stop, local start, local stop), without the position of a stacked expert."""
+    padded_shape: Index
+    """Shape of the local tensor when its vocabulary is padded, else empty."""
+
+
 class RuledPlacement(ABC):
     """A placement that follows from a table of rules, one for each role."""
 
@@ -126,7 +136,7 @@ class RuledPlacement(ABC):
         self.world_size = world_size
         self._dtype = dtype
         self._slots_by_key: dict[Hashable, tuple[Slot, ...]] = {}
-        self._own_slots: dict[Hashable, tuple[Slot, ...]] = {}
+        self._own_parts: dict[Hashable, tuple[_OwnPart, ...]] = {}
         self._shardings: dict[Hashable, Sharding] = {}
         self._interned: dict[tuple[Shard, ...], Sharding] = {}
 
@@ -167,41 +177,44 @@ class RuledPlacement(ABC):
         dtypes: dict[str, str] = {}
         padding: list[Region] = []
         for tensor in self.tensors.values():
-            for slot in self._slots_of(tensor, rank):
-                local, new_boxes = self._boxes(tensor, slot)
-                boxes.extend(new_boxes)
-                shape = shapes.get(local, (0,) * len(tensor.shape))
-                for box in new_boxes:
-                    shape = tuple(map(max, box.local_stop, shape)) if any(shape) else box.local_stop
-                if slot.role in self.padded_rows:
-                    shape = (self.padded_rows[slot.role] // slot.size, *tensor.shape[1:])
-                    padding.extend(_padding(tensor.name, local, new_boxes, shape))
+            for rule, segments, padded_shape in self._parts(tensor, rank):
+                local, position = self.locate(tensor, rule)
+                lead = () if position is None else (position,)
+                shape = shapes.get(local) or padded_shape
+                for start, stop, first, last in segments:
+                    boxes.append(Box(tensor.name, start, stop, local, lead + first))
+                    end = last if position is None else (position + 1, *last)
+                    shape = tuple(map(max, shape, end)) if shape else end
+                if padded_shape:
+                    padding.extend(_padding(tensor.name, local, segments, padded_shape))
                 shapes[local] = shape
-                dtypes[local] = self.dtype(tensor.name)
+                dtypes[local] = tensor.dtype or self._dtype
         tensors = tuple(LocalTensor(name, shape, dtypes[name]) for name, shape in shapes.items())
         return LocalLayout(tensors, tuple(boxes), tuple(padding))
 
-    def _boxes(self, tensor: CanonicalTensor, slot: Slot) -> tuple[str, list[Box]]:
-        rule = self.rules[slot.role]
-        local, position = self.locate(tensor, rule)
-        lead = () if position is None else (position,)
-        boxes = []
+    def _parts(self, tensor: CanonicalTensor, rank: int) -> tuple["_OwnPart", ...]:
+        """What `rank` holds of the tensor; computed once for all tensors that it holds alike."""
+        key = (self.slot_key(tensor), tensor.shape, rank)
+        if key not in self._own_parts:
+            slots = [slot for slot in self._cached_slots(tensor) if rank in slot.ranks]
+            self._own_parts[key] = tuple(self._own_part(tensor, slot) for slot in slots)
+        return self._own_parts[key]
+
+    def _own_part(self, tensor: CanonicalTensor, slot: Slot) -> "_OwnPart":
+        rule, segments = self.rules[slot.role], []
         for segment in rule.cut(tensor, slot.index, slot.size):
-            local_start = tuple(segment.local_start if d == segment.dim else 0 for d in range(len(tensor.shape)))
-            boxes.append(Box(tensor.name, *_region(tensor, segment), local, lead + local_start))
-        return local, boxes
+            start, stop = _region(tensor, segment)
+            first = tuple(segment.local_start if d == segment.dim else 0 for d in range(len(start)))
+            last = tuple(f + b - a for f, a, b in zip(first, start, stop, strict=True))
+            segments.append((start, stop, first, last))
+        rows = self.padded_rows.get(slot.role, 0) // slot.size
+        return _OwnPart(rule, tuple(segments), (rows, *tensor.shape[1:]) if rows else ())
 
     def _cached_slots(self, tensor: CanonicalTensor) -> tuple[Slot, ...]:
         key = self.slot_key(tensor)
         if key not in self._slots_by_key:
             self._slots_by_key[key] = self.slots(tensor)
         return self._slots_by_key[key]
-
-    def _slots_of(self, tensor: CanonicalTensor, rank: int) -> tuple[Slot, ...]:
-        key = (self.slot_key(tensor), rank)
-        if key not in self._own_slots:
-            self._own_slots[key] = tuple(slot for slot in self._cached_slots(tensor) if rank in slot.ranks)
-        return self._own_slots[key]
 
 
 def _region(tensor: CanonicalTensor, segment: Segment) -> tuple[Index, Index]:
@@ -211,7 +224,7 @@ def _region(tensor: CanonicalTensor, segment: Segment) -> tuple[Index, Index]:
     return start, stop
 
 
-def _padding(tensor: str, local: str, boxes: Sequence[Box], shape: Index) -> list[Region]:
+def _padding(tensor: str, local: str, segments: Sequence[tuple[Index, ...]], shape: Index) -> list[Region]:
     """Rows behind the last real one."""
-    used = max((box.local_stop[0] for box in boxes), default=0)
+    used = max((last[0] for *_, last in segments), default=0)
     return [Region(tensor, local, (used, *(0 for _ in shape[1:])), shape)] if used < shape[0] else []

@@ -2,12 +2,12 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rlite.layout.boxes import Box, Index, LocalLayout, intersect
+from rlite.layout.boxes import Box, LocalLayout, intersect
 from rlite.reshard.pieces import Match, Piece
-from rlite.reshard.routes import BucketSpan, Choices, Traffic, cut_piece, takers_by_sender
+from rlite.reshard.routes import BucketSpan, Choices, Traffic, cut_piece
 
 LONE_MESSAGE_BYTES = 2**20
 """From this size on a part travels as a message of its own, so that an end where it is contiguous needs no copy."""
@@ -16,8 +16,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m
 """Bytes of an element, by the torch name of the dtype."""
 
 LocalIndex = tuple[int | slice, ...]
-Routes = dict[tuple[int, tuple[int, ...], str], list["Move"]]
-"""(sender, takers, dtype on the wire) -> moves between them."""
+Route = tuple[int, tuple[int, ...], str]
+"""(sender, takers, dtype on the wire)."""
+Routes = dict[Route, list["Move"]]
 
 
 class Move(NamedTuple):
@@ -84,12 +85,10 @@ class RankMoves:
         self._receives: dict[int, Routes] = defaultdict(lambda: defaultdict(list))
         self._copies: dict[int, list[LocalCopy]] = defaultdict(list)
         self._last_use: dict[str, int] = {}
-        self._own_pieces: dict[int, list[tuple[int, Piece]]] = {}
+        self._shares_of: dict[int, list[_Share]] = {}
         for name in traffic:
-            if name in self._needed:
-                self._receive(name)
-            if name in self._held:
-                self._send(name)
+            if name in self._needed or name in self._held:
+                self._add(name)
 
     def buckets(self) -> tuple[Bucket, ...]:
         """All buckets up to the last one in which this rank does anything."""
@@ -112,26 +111,32 @@ class RankMoves:
         """Local source tensors that no rank takes anything from."""
         return tuple(local for local in self._releasable if local not in self._last_use)
 
-    def _receive(self, name: str) -> None:
+    def _add(self, name: str) -> None:
+        """All moves of one canonical tensor that this rank takes part in."""
         _, match, itemsize, wire_dtype = self._traffic[name]
         first, parts = self._spans[name]
-        for number, piece in self._pieces(match):
-            if self.rank not in piece.takers:
-                continue
-            box = _box_around(self._needed[name], piece.start, piece.stop)
-            if self.rank in piece.holders:
-                self._copy(name, piece, box, first)
+        for number, piece, is_copy, sender, takers in self._shares(match):
+            if is_copy:
+                self._copy(name, piece, first)
                 self.bytes_local += piece.numel * itemsize
                 continue
-            routes = takers_by_sender(self._choices, name, number, piece).items()
-            route = next((sender, takers, wire_dtype) for sender, takers in routes if self.rank in takers)
-            for part, start, stop, numel in cut_piece(piece, parts):
-                move = Move(box.local, box.local_index(start, stop), numel)
-                self._receives[first + part][route].append(move)
+            if sender is None:
+                routes = self._choices[name, number].items()
+                own = ((s, t) for s, t in routes if s == self.rank or self.rank in t)
+                sender, takers = next(own, (None, ()))
+            if sender is not None:
+                self._move(name, piece, BucketSpan(first, parts), (sender, takers, wire_dtype))
 
-    def _copy(self, name: str, piece: Piece, destination: Box, bucket: int) -> None:
-        source = _box_around(self._held[name], piece.start, piece.stop)
-        self._use(source.local, bucket)
+    def _shares(self, match: Match) -> list["_Share"]:
+        """What this rank has to do with the pieces of a match, the same for every tensor that shares it."""
+        if id(match) not in self._shares_of:
+            self._shares_of[id(match)] = list(_shares(match, self.rank))
+        return self._shares_of[id(match)]
+
+    def _copy(self, name: str, piece: Piece, bucket: int) -> None:
+        source = _box_around(self._held[name], piece)
+        destination = _box_around(self._needed[name], piece)
+        self._last_use[source.local] = max(bucket, self._last_use.get(source.local, 0))
         self._copies[bucket].append(
             LocalCopy(
                 source.local,
@@ -141,29 +146,15 @@ class RankMoves:
             )
         )
 
-    def _send(self, name: str) -> None:
-        _, match, _, wire_dtype = self._traffic[name]
-        first, parts = self._spans[name]
-        for number, piece in self._pieces(match):
-            takers = takers_by_sender(self._choices, name, number, piece).get(self.rank)
-            if not takers:
-                continue
-            box = _box_around(self._held[name], piece.start, piece.stop)
-            for part, start, stop, numel in cut_piece(piece, parts):
-                move = Move(box.local, box.local_index(start, stop), numel)
-                self._sends[first + part][self.rank, takers, wire_dtype].append(move)
-                self._use(box.local, first + part)
-
-    def _pieces(self, match: Match) -> list[tuple[int, Piece]]:
-        """Pieces that this rank takes part in."""
-        key = id(match)
-        if key not in self._own_pieces:
-            rank, pieces = self.rank, enumerate(match.pieces)
-            self._own_pieces[key] = [(i, piece) for i, piece in pieces if rank in piece.takers or rank in piece.holders]
-        return self._own_pieces[key]
-
-    def _use(self, local: str, bucket: int) -> None:
-        self._last_use[local] = max(bucket, self._last_use.get(local, 0))
+    def _move(self, name: str, piece: Piece, span: BucketSpan, route: Route) -> None:
+        sends = route[0] == self.rank
+        box = _box_around((self._held if sends else self._needed)[name], piece)
+        routes = self._sends if sends else self._receives
+        for part, start, stop, numel in cut_piece(piece, span.parts):
+            bucket = span.first + part
+            routes[bucket][route].append(Move(box.local, box.local_index(start, stop), numel))
+            if sends:
+                self._last_use[box.local] = max(bucket, self._last_use.get(box.local, 0))
 
 
 def _messages(routes: Routes) -> tuple[Message, ...]:
@@ -200,10 +191,31 @@ def _check_written_once(name: str, boxes: Sequence[Box], rank: int) -> None:
             )
 
 
-def _box_around(boxes: Sequence[Box], start: Index, stop: Index) -> Box:
-    for box in boxes:
-        if all(a <= b for a, b in zip(box.start, start, strict=True)) and all(
-            a <= b for a, b in zip(stop, box.stop, strict=True)
-        ):
-            return box
-    raise AssertionError(f"no box holds {start}..{stop}")
+def _box_around(boxes: Sequence[Box], piece: Piece) -> Box:
+    """The local box that contains the piece; there is one, because pieces are intersections of boxes."""
+    if len(boxes) == 1:
+        return boxes[0]
+    return next(box for box in boxes if intersect(*box[1:3], *piece[:2]) == piece[:2])
+
+
+class _Share(NamedTuple):
+    """What a rank has to do with one piece."""
+
+    number: int
+    piece: Piece
+    is_copy: bool
+    sender: int | None
+    """None when several ranks could send, and the choice differs from tensor to tensor."""
+    takers: tuple[int, ...]
+
+
+def _shares(match: Match, rank: int) -> Iterator[_Share]:
+    for number, piece in enumerate(match.pieces):
+        holds = rank in piece.holders
+        if holds and rank in piece.takers:
+            yield _Share(number, piece, True, None, ())
+        if piece.remote and (holds or rank in piece.takers):
+            if len(piece.holders) > 1:
+                yield _Share(number, piece, False, None, ())
+            elif holds or rank in piece.remote:
+                yield _Share(number, piece, False, piece.holders[0], piece.remote)

@@ -4,7 +4,9 @@ Pure: no communication, no tensors. Every rank takes the global decisions alone 
 its own moves (`moves.py`). Received bytes equal the lower bound: what the rank needs minus what it holds itself.
 """
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rlite.layout.boxes import LocalTensor, Region
@@ -94,18 +96,20 @@ class TransferPlanner:
         self._atoms: dict[Sharding, list[Shard]] = {}
         self._matches: dict[tuple[Sharding, Sharding], Match] = {}
         names = list(dict.fromkeys([*sources.tensors, *destinations.tensors] if tensors is None else tensors))
-        self._sides = {name: self._check(name, exact) for name in names}
-        order = interleave(names, {name: source for name, (source, _) in self._sides.items()})
-        self.traffic = {name: self._traffic(name) for name in order}
-        in_order = list(self.traffic.values())
-        self.choices = choose_senders(in_order, topology, self.world_size)
-        self.spans = assign_buckets(in_order, self.choices, staging_budget_bytes, self.world_size)
+        with _collector_paused():
+            self._sides = {name: self._check(name, exact) for name in names}
+            order = interleave(names, {name: source for name, (source, _) in self._sides.items()})
+            self.traffic = {name: self._traffic(name) for name in order}
+            in_order = list(self.traffic.values())
+            self.choices = choose_senders(in_order, topology, self.world_size)
+            self.spans = assign_buckets(in_order, self.choices, staging_budget_bytes, self.world_size)
 
     def plan(self, rank: int) -> TransferPlan:
         """What `rank` does. Raises ValueError when it would have to write a destination element twice."""
-        source, destination = self.sources.local(rank), self.destinations.local(rank)
-        moves = RankMoves(rank, self.traffic, self.choices, self.spans, source, destination)
-        buckets = moves.buckets()
+        with _collector_paused():
+            source, destination = self.sources.local(rank), self.destinations.local(rank)
+            moves = RankMoves(rank, self.traffic, self.choices, self.spans, source, destination)
+            buckets = moves.buckets()
         received = [message for bucket in buckets for message in bucket.receives]
         sent = [message for bucket in buckets for message in bucket.sends]
         node = self.topology.node
@@ -169,3 +173,15 @@ def _describe(side: Placement, name: str) -> str:
     shards = side.sharding(name).shards
     holder = f"from rank {shards[0].ranks[0]} on" if shards else "held by no rank"
     return f"shape {list(side.tensors[name].shape)} {holder}"
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A plan is a million small tuples that live on: scanning them for cycles again and again doubles the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
