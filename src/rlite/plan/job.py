@@ -1,0 +1,133 @@
+"""`PlanJob`: everything in a run's configuration that decides memory, traffic and time, as plain values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlite.config import BatchConfig
+from rlite.layout.architecture import Architecture
+from rlite.layout.megatron import pipeline_places
+from rlite.layout.parallel import EngineLayout, ParallelLayout
+from rlite.megatron.options import MegatronOptions
+from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY
+from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES
+from rlite.rollout.config import TransformersConfig, VLLMConfig
+
+GIB = 2**30
+
+MOVABLE: dict[str, frozenset[str]] = {
+    "full": frozenset({POLICY, GRADIENTS, OPTIMIZER, ENGINE, KV_CACHE}),
+    "optimizer_only": frozenset({GRADIENTS, OPTIMIZER}),
+    "none": frozenset(),
+}
+"""Residents that leave the device under each `MemoryOffload.policy`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The devices a plan is made for."""
+
+    world_size: int
+    """Devices in all."""
+    node_size: int = 8
+    """Devices in one node."""
+    memory_bytes: int = 64 * GIB
+    """Of one device."""
+    reserved_fraction: float = 0.05
+    """Part of a device's memory that no tensor gets: runtime, communication buffers, fragmentation."""
+    link_gb_per_s: float = 40.0
+    """Between nodes, for one device."""
+    node_link_gb_per_s: float = 150.0
+    """Inside a node, for one device."""
+    host_gb_per_s: float = 25.0
+    """Between a device and host memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "node_size", "link_gb_per_s", "node_link_gb_per_s", "host_gb_per_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"cluster.{name} = {getattr(self, name)}: must be positive")
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.memory_bytes * (1.0 - self.reserved_fraction))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Assumptions about speed, the same for colocated and for separated devices."""
+
+    peak_tflops: float = 350.0
+    """bf16 peak of one device."""
+    train_mfu: float = 0.30
+    """Part of the peak that training and scoring reach outside pipeline bubbles."""
+    prefill_mfu: float = 0.40
+    """The same for prompts, and for decoding where it is bound by arithmetic."""
+    memory_gb_per_s: float = 1600.0
+    """Device memory bandwidth."""
+    decode_bandwidth: float = 0.50
+    """Part of that bandwidth that decoding reaches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanJob:
+    """One run. Raises ValueError when a layout does not cover the world or the model."""
+
+    cluster: Cluster
+    hf_config: Mapping[str, Any]
+    """The policy's `config.json`."""
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    megatron: MegatronOptions = field(default_factory=MegatronOptions)
+    train_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    engine: VLLMConfig | TransformersConfig = field(default_factory=VLLMConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    prompts_per_step: int = 1
+    """Prompts of a rollout step, over all ranks (`data.batch_size`)."""
+    max_prompt_tokens: int = 1024
+    max_completion_tokens: int = 256
+    needs_reference: bool = False
+    offload_policy: str = "full"
+    """`MemoryOffload.policy`; `none` without that callback."""
+    staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES
+    throughput: Throughput = field(default_factory=Throughput)
+
+    def __post_init__(self) -> None:
+        self.layout.validate(self.cluster.world_size)
+        self.engine_layout.validate(self.cluster.world_size)
+        pipeline_places(self.architecture.num_layers, self.layout)
+        if self.offload_policy not in MOVABLE:
+            known = ", ".join(MOVABLE)
+            raise ValueError(f"MemoryOffload.policy = {self.offload_policy!r}: rlite plan knows {known}")
+
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture.from_config(self.hf_config)
+
+    @property
+    def engine_layout(self) -> EngineLayout:
+        return self.engine.layout
+
+    @property
+    def dp(self) -> int:
+        return self.layout.dp(self.cluster.world_size)
+
+    @property
+    def row_tokens(self) -> int:
+        """Longest training row."""
+        return min(self.max_prompt_tokens + self.max_completion_tokens, self.engine.max_model_len)
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows that one data-parallel rank sees in one optimizer step."""
+        rows = self.prompts_per_step * self.batch.group_size
+        return max(1, rows // (self.dp * self.batch.minibatches))
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of one micro-batch of longest rows; a row longer than the budget travels alone."""
+        rows = min(self.rows_per_update, max(1, self.megatron.max_tokens_per_microbatch // self.row_tokens))
+        return rows * self.row_tokens
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one optimizer step, with rows of the longest length."""
+        return -(-self.rows_per_update * self.row_tokens // self.microbatch_tokens)

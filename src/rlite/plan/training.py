@@ -1,0 +1,153 @@
+"""Bytes of the training state on each pipeline stage: Megatron's flat buffers and its distributed optimizer.
+
+Layers of one kind are alike, so a stage is a count of dense and MoE layers times the tensors of a two-layer model,
+cut by the same placement as the real one.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from rlite.layout.architecture import Architecture
+from rlite.layout.boxes import LocalTensor
+from rlite.layout.megatron import MegatronPlacement, pipeline_places
+from rlite.layout.parallel import ParallelLayout
+from rlite.plan.job import PlanJob
+from rlite.plan.sizes import DTYPE_BYTES
+
+_PARAM_ALIGNMENT = 64
+"""Elements at whose multiples a parameter starts in a flat buffer (Megatron-core, `param_and_grad_buffer.py`)."""
+_BUCKET_ALIGNMENT = 128
+"""A bucket's length is a multiple of this and of the number of ranks that share its optimizer state."""
+
+
+class Chunk(NamedTuple):
+    """What one model chunk is made of."""
+
+    dense_layers: int
+    moe_layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+Stage = tuple[Chunk, ...]
+"""The chunks of one pipeline stage: one, or `vpp`. Equal stages hold equally many bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBytes:
+    """Of one rank."""
+
+    policy: int
+    """Weights in compute dtype."""
+    gradients: int
+    """fp32, one for each weight of this rank."""
+    optimizer: int
+    """Two fp32 moments, and fp32 main weights when the weights are bf16; this rank's share, padding included."""
+    optimizer_elements: int
+    """Weights whose optimizer state this rank holds."""
+
+
+def two_layers(arch: Architecture) -> Architecture:
+    """The same model with one dense layer (0) and, where it has experts, one MoE layer (1)."""
+    if arch.moe is None:
+        return replace(arch, num_layers=1)
+    return replace(arch, num_layers=2, moe=replace(arch.moe, layers=(1,)))
+
+
+def stages(arch: Architecture, layout: ParallelLayout) -> list[Stage]:
+    """Every pipeline stage, in order."""
+    layers: Counter[tuple[int, int, bool]] = Counter()
+    for layer, place in enumerate(pipeline_places(arch.num_layers, layout)):
+        layers[place.stage, place.chunk, arch.is_moe_layer(layer)] += 1
+    return [
+        tuple(
+            Chunk(
+                dense_layers=layers[stage, chunk, False],
+                moe_layers=layers[stage, chunk, True],
+                has_embedding=stage == 0 and chunk == 0,
+                has_head=stage == layout.pp - 1 and chunk == layout.vpp - 1,
+            )
+            for chunk in range(layout.vpp)
+        )
+        for stage in range(layout.pp)
+    ]
+
+
+class TrainingModel:
+    """Parameters of one dense layer, one MoE layer, embedding and head, on one rank of a layout."""
+
+    def __init__(self, job: PlanJob) -> None:
+        self.job, layout = job, job.layout
+        self._shares_embedding = job.architecture.tied_embeddings and layout.pp > 1
+        one_stage = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
+        self._parts = _parts(job.architecture, one_stage, job.cluster.world_size // layout.pp)
+
+    def stage_bytes(self, stage: Stage) -> TrainingBytes:
+        """Of every rank of `stage`."""
+        world_size, layout = self.job.cluster.world_size, self.job.layout
+        dense = [self._buffer(chunk, experts=False) for chunk in stage]
+        experts = [self._buffer(chunk, experts=True) for chunk in stage] if layout.ep > 1 else []
+        dense_ranks, expert_ranks = layout.dp(world_size) * layout.cp, layout.edp(world_size)
+        sizes = [flat_numel(buffer, dense_ranks) for buffer in dense]
+        expert_sizes = [flat_numel(buffer, expert_ranks) for buffer in experts]
+        elements = sum(sizes) + sum(expert_sizes)
+        owned = sum(sizes) // dense_ranks + sum(expert_sizes) // expert_ranks
+        copies = 2 + (self.job.train_dtype != "float32")
+        return TrainingBytes(
+            policy=elements * DTYPE_BYTES[self.job.train_dtype],
+            gradients=4 * elements,
+            optimizer=4 * copies * owned,
+            optimizer_elements=owned,
+        )
+
+    def _buffer(self, chunk: Chunk, *, experts: bool) -> list[Counter[int]]:
+        """Buckets of one flat buffer: how many parameters of which size."""
+        counts = {"dense": chunk.dense_layers, "moe": chunk.moe_layers}
+        counts |= {"embedding": int(chunk.has_embedding), "head": int(chunk.has_head)}
+        body: Counter[int] = Counter()
+        shared: Counter[int] = Counter()
+        for part, count in counts.items():
+            for tensor in self._parts[part]:
+                is_expert = ".experts." in tensor.name and self.job.layout.ep > 1
+                if count and is_expert == experts:
+                    apart = part == "embedding" and self._shares_embedding
+                    (shared if apart else body)[math.prod(tensor.shape)] += count
+        if chunk.has_head and self._shares_embedding and not experts:
+            # The last stage computes logits with a copy of the embedding of its own.
+            shared.update(math.prod(tensor.shape) for tensor in self._parts["embedding"])
+        return [bucket for bucket in (body, shared) if bucket]
+
+
+@lru_cache(maxsize=64)
+def _parts(arch: Architecture, layout: ParallelLayout, world_size: int) -> dict[str, list[LocalTensor]]:
+    """Local tensors by part of the model; every rank holds equally large ones."""
+    parts: dict[str, list[LocalTensor]] = {"embedding": [], "head": [], "dense": [], "moe": []}
+    for tensor in MegatronPlacement(two_layers(arch), layout, world_size).local(0).tensors:
+        if not tensor.name.endswith(".expert_bias"):  # a buffer of the module, in no flat storage
+            parts[_part(tensor.name)].append(tensor)
+    return parts
+
+
+def flat_numel(buckets: Iterable[Counter[int]], ranks: int) -> int:
+    """Elements of a flat buffer that `ranks` ranks share, padding included.
+
+    Embeddings that two pipeline stages share have a bucket of their own, everything else is in one: gradients are
+    reduced without overlap.
+    """
+    multiple = math.lcm(ranks, _BUCKET_ALIGNMENT)
+    lengths = [sum(_round_up(n, _PARAM_ALIGNMENT) * count for n, count in bucket.items()) for bucket in buckets]
+    return sum(_round_up(length, multiple) for length in lengths)
+
+
+def _part(name: str) -> str:
+    if ".decoder.layers." in name:
+        return "moe" if ".decoder.layers.1." in name else "dense"
+    return "embedding" if ".embedding." in name else "head"
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
