@@ -26,15 +26,12 @@ class Signal(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._step = batch_idx
-        if self.where == "generate":
-            assert trainer.strategy.phases.phase == "generate"
-            self._send(trainer)
+        self._send(trainer, "generate", phase="generate")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self.where == "update":
-            assert trainer.strategy.phases.phase == "train"
-            self._send(trainer)
+        self._send(trainer, "update", phase="train")
 
-    def _send(self, trainer: Any) -> None:
-        if self._step == 1 and trainer.global_rank == self.rank:
+    def _send(self, trainer: Any, where: str, *, phase: str) -> None:
+        if self._step == 1 and self.where == where and trainer.global_rank == self.rank:
+            assert trainer.strategy.phases.phase == phase
             os.kill(os.getpid(), signal.SIGTERM)

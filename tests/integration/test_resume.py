@@ -55,11 +55,8 @@ def test_sigterm_in_any_phase_saves_exits_143_and_resumes_as_if_nothing_happened
     if where == "reward":
         fault = ["--model.rewards=[tests.integration.faults.length_and_sigterm]"]
     else:
-        fault = [
-            "--trainer.callbacks+=tests.integration.faults.Signal",
-            f"--trainer.callbacks.where={where}",
-            f"--trainer.callbacks.rank={rank}",
-        ]
+        settings = f"{{where: {where}, rank: {rank}}}"
+        fault = [f"--trainer.callbacks+={{class_path: tests.integration.faults.Signal, init_args: {settings}}}"]
     with pytest.raises(AssertionError, match="exit code 143"):
         rlite(*COMMON, "--trainer.limit_train_batches=4", place, *fault)
     folder = tmp_path / "runs" / "version_0"
