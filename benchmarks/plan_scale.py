@@ -32,10 +32,10 @@ def main() -> None:
     parser.add_argument("--staging_megabytes", type=int, default=256)
     args = parser.parse_args()
 
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     planner = _planner(args)
     planner.plan(0)
-    one_rank_s = time.perf_counter() - started
+    one_rank_s, one_rank_cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     size = {name: ITEMSIZE[planner.sources.dtype(name)] for name in planner.sources.tensors}
@@ -55,7 +55,9 @@ def main() -> None:
         "buckets_max": max(total["buckets"] for total in totals),
         "staging_peak_bytes_max": max(total["staging"] for total in totals),
         "planning_s_one_rank": one_rank_s,
+        "planning_cpu_s_one_rank": one_rank_cpu_s,
         "planning_s_all_ranks": all_ranks_s,
+        "planning_cpu_s_all_ranks": time.process_time() - started_cpu,
         "planner_peak_bytes": peak_bytes,
     }
     print(json.dumps(result))
