@@ -84,6 +84,8 @@ class RolloutBatch:
     """Prompt-major: the `group_size` samples of `prompts[0]`, then those of `prompts[1]`, ..."""
     sampling: SamplingConfig | None = None
     """How the completions were sampled; log-probabilities are taken at the same temperature."""
+    scored: bool = False
+    """Whether the rollouts have their rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ RULES: tuple[HealthRule, ...] = (
         needs=("rollout/kl_k1", "rollout/kl_k3"),
         when=lambda m: max(abs(m["rollout/kl_k1"]), m["rollout/kl_k3"]) > 0.1,
         symptom="KL between engine and trainer {0:.3f} (k1), {1:.3f} (k3) > 0.1",
-        remedy="give engine and trainer one dtype, sample without top_p, top_k and min_p; if it grows, the weight sync is broken",
+        remedy="give engine and trainer one dtype, sample without top_p, top_k, min_p; if it grows, the weight sync is broken",
     ),
     HealthRule(
         name="degenerate_groups",

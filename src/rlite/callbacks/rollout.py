@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from rlite.callbacks.dynamic_sampling import GroupPool
 from rlite.layout.architecture import Architecture
 from rlite.layout.catalogue import catalogue
 from rlite.layout.hf import hf_boxes
@@ -28,6 +29,17 @@ from rlite.types import Completion, Prompt, Rollout, RolloutBatch, SamplingConfi
 _CHECK_TOKENS = 8
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What to sample for some prompts."""
+
+    step: int
+    sampling: SamplingConfig
+    group_size: int
+    first_sample: int = 0
+    """Number of the group's first completion; with the prompt and the step it determines the seeds."""
+
+
 class RolloutCallback(Callback):
     """Fills `RolloutBatch.rollouts`. Subclasses build the engine.
 
@@ -36,6 +48,9 @@ class RolloutCallback(Callback):
         validation_sampling: of validation, test and prediction; by default greedy with the same length.
         logprob_tolerance: the run stops when, after the first weight sync, engine and trainer disagree by more than this
             on the log-probability of any token of a fixed prompt.
+        max_sampling_rounds: more than 1 is dynamic sampling (DAPO): groups whose task rewards are all equal are replaced
+            by groups of the next `batch_size` prompts of the data, up to so many rounds in all. What is still missing
+            then is filled with what there is. Prompts drawn for a round count as consumed, also for a resumed run.
     """
 
     def __init__(
@@ -44,7 +59,11 @@ class RolloutCallback(Callback):
         sampling: SamplingConfig | None = None,
         validation_sampling: SamplingConfig | None = None,
         logprob_tolerance: float = 0.05,
+        max_sampling_rounds: int = 1,
     ) -> None:
+        if max_sampling_rounds < 1:
+            raise ValueError(f"max_sampling_rounds = {max_sampling_rounds} of the rollout callback: must be at least 1")
+        self.max_sampling_rounds = max_sampling_rounds
         self.sampling = sampling or SamplingConfig()
         if self.sampling.temperature <= 0:
             raise ValueError(
@@ -54,6 +73,7 @@ class RolloutCallback(Callback):
         self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
         self.logprob_tolerance = logprob_tolerance
         self._checked = False
+        self._pool_metrics: dict[str, float] = {}
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
@@ -86,26 +106,42 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.engine_layout.validate(colocated(trainer).world_size)
+        if stage == "fit" and self.max_sampling_rounds > 1 and pl_module.batch.group_size < 2:
+            raise ValueError(
+                f"max_sampling_rounds = {self.max_sampling_rounds} of the rollout callback needs model.batch.group_size of "
+                "at least 2: a group of one always has equal rewards"
+            )
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int
     ) -> None:
-        self._fill(trainer, pl_module, batch, batch_idx, self.sampling, pl_module.batch.group_size)
+        job = _Job(step=batch_idx, sampling=self.sampling, group_size=pl_module.batch.group_size)
+        self._fill(trainer, pl_module, batch, job, max_rounds=self.max_sampling_rounds)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int
+    ) -> None:
+        for name, value in self._pool_metrics.items():
+            pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: RolloutBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._fill(trainer, pl_module, batch, batch_idx, self.validation_sampling, 1)
+        self._fill(trainer, pl_module, batch, self._evaluation(batch_idx))
 
     @override
     def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any) -> None:
-        self._fill(trainer, pl_module, batch, args[0], self.validation_sampling, 1)
+        self._fill(trainer, pl_module, batch, self._evaluation(args[0]))
 
     @override
     def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *args: Any) -> None:
-        self._fill(trainer, pl_module, batch, args[0], self.validation_sampling, 1)
+        self._fill(trainer, pl_module, batch, self._evaluation(args[0]))
+
+    def _evaluation(self, batch_idx: int) -> _Job:
+        return _Job(step=batch_idx, sampling=self.validation_sampling, group_size=1)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -119,19 +155,21 @@ class RolloutCallback(Callback):
     # -- generation --------------------------------------------------------------------------------------------------
 
     def _fill(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        batch: RolloutBatch,
-        step: int,
-        sampling: SamplingConfig,
-        group_size: int,
+        self, trainer: Trainer, module: LightningModule, batch: RolloutBatch, job: _Job, *, max_rounds: int = 1
     ) -> None:
         strategy, engine = colocated(trainer), self._engine(trainer, module)
         strategy.enter(Phase.GENERATE)
-        check = [] if self._checked else self._sample_check(engine, module, sampling)
+        check = [] if self._checked else self._sample_check(engine, module, job.sampling)
+        self._sample(trainer, engine, batch, job)
+        if max_rounds > 1:
+            self._replace_uniform_groups(trainer, module, engine, batch, job)
+        if check:
+            self._compare(strategy, check)
+
+    def _sample(self, trainer: Trainer, engine: RolloutEngine, batch: RolloutBatch, job: _Job) -> None:
+        strategy = colocated(trainer)
         with strategy.stopwatch.timed("generate"):
-            completions = self._generate(strategy, engine, batch.prompts, step, sampling, group_size)
+            completions = self._generate(strategy, engine, batch.prompts, job)
         decode = trainer.datamodule.tokenizer.decode  # type: ignore[attr-defined]
         batch.rollouts = [
             Rollout(
@@ -142,18 +180,10 @@ class RolloutCallback(Callback):
             for prompt, group in zip(batch.prompts, completions, strict=True)
             for index, c in enumerate(group)
         ]
-        batch.sampling = sampling
-        if check:
-            self._compare(strategy, check)
+        batch.sampling = job.sampling
 
     def _generate(
-        self,
-        strategy: ColocatedRLStrategy,
-        engine: RolloutEngine,
-        prompts: Sequence[Prompt],
-        step: int,
-        sampling: SamplingConfig,
-        group_size: int,
+        self, strategy: ColocatedRLStrategy, engine: RolloutEngine, prompts: Sequence[Prompt], job: _Job
     ) -> list[list[Completion]]:
         """Completions of this rank's prompts. Prompts are dealt to the engine's replicas, whatever rank they came from."""
         by_dp_rank: list[Sequence[Prompt]] = strategy.gather_data_parallel(list(prompts))
@@ -165,20 +195,43 @@ class RolloutCallback(Callback):
         requests = [
             GenerationRequest(
                 prompt_token_ids=by_dp_rank[dp][i].token_ids,
-                seed=sampling_seed(seed, rollout_step=step, prompt_uid=by_dp_rank[dp][i].uid, sample_index=sample),
-                sampling=sampling,
+                seed=sampling_seed(seed, rollout_step=job.step, prompt_uid=by_dp_rank[dp][i].uid, sample_index=sample),
+                sampling=job.sampling,
             )
             for dp, i in dealt
-            for sample in range(group_size)
+            for sample in range(job.first_sample, job.first_sample + job.group_size)
         ]
         flat = engine.generate(requests) if requests else []
-        done = {key: flat[k * group_size : (k + 1) * group_size] for k, key in enumerate(dealt)}
+        size = job.group_size
+        done = {key: flat[k * size : (k + 1) * size] for k, key in enumerate(dealt)}
         if replicas > 1:
             leads = strategy.global_rank % self.engine_layout.tp == 0
             shares: list[Any] = [None] * strategy.world_size
             dist.all_gather_object(shares, done if leads else {})
             done = {key: group for share in shares for key, group in share.items()}
         return [done[strategy.dp_rank, i] for i in range(len(prompts))]
+
+    def _replace_uniform_groups(
+        self, trainer: Trainer, module: LightningModule, engine: RolloutEngine, batch: RolloutBatch, job: _Job
+    ) -> None:
+        """Samples further prompts until the batch holds only groups that teach something, or the rounds are used up."""
+        strategy, size = colocated(trainer), job.group_size
+        pool = GroupPool(sum(strategy.gather_data_parallel(len(batch.prompts))))
+        sampled = batch
+        while True:
+            module.score(sampled)
+            groups = [sampled.rollouts[k : k + size] for k in range(0, len(sampled.rollouts), size)]
+            by_rank = strategy.gather_data_parallel(groups)
+            pool.add(by_rank)
+            if pool.is_full or pool.rounds == self.max_sampling_rounds:
+                break
+            sampled = RolloutBatch(prompts=trainer.datamodule.more_prompts())  # type: ignore[attr-defined]
+            # A prompt that a small data set yields again is sampled anew, not with the seeds it had.
+            self._sample(trainer, engine, sampled, dataclasses.replace(job, first_sample=pool.rounds * size))
+        mine = pool.share(strategy.dp_rank, num_ranks=len(by_rank))
+        batch.prompts = [group[0].prompt for group in mine]
+        batch.rollouts = [rollout for group in mine for rollout in group]
+        self._pool_metrics = pool.metrics()
 
     # -- engine against trainer --------------------------------------------------------------------------------------
 
@@ -226,7 +279,7 @@ class VLLMRollout(RolloutCallback):
 
     Args:
         engine: tensor parallelism, KV cache and other settings of vLLM.
-        sampling, validation_sampling, logprob_tolerance: see `RolloutCallback`.
+        sampling, validation_sampling, logprob_tolerance, max_sampling_rounds: see `RolloutCallback`.
     """
 
     def __init__(self, *, engine: VLLMConfig | None = None, **kwargs: Any) -> None:
@@ -254,7 +307,7 @@ class TransformersRollout(RolloutCallback):
 
     Args:
         engine: dtype, lengths and batch of the engine.
-        sampling, validation_sampling, logprob_tolerance: see `RolloutCallback`.
+        sampling, validation_sampling, logprob_tolerance, max_sampling_rounds: see `RolloutCallback`.
     """
 
     def __init__(self, *, engine: TransformersConfig | None = None, **kwargs: Any) -> None:

@@ -78,6 +78,7 @@ class PromptDataModule(LightningDataModule):
         self.tokenizer_dir = tokenizer_dir
         self._rows: dict[str, list[NumberedRow]] = {}
         self._items: dict[str, list[Item]] = {}
+        self._train_sampler: PromptSampler | None = None
         if val is not None and self.options.val_fraction:
             raise ValueError("data.loader.val_fraction and data.val are both set: keep one")
         if not 0 <= self.options.val_fraction < 1:
@@ -119,7 +120,24 @@ class PromptDataModule(LightningDataModule):
             shuffle=self.options.shuffle,
             **self._data_parallel(),
         )
+        self._train_sampler = sampler
         return self._loader("train", sampler)
+
+    def more_prompts(self) -> list[Prompt]:
+        """This rank's part of the next `batch_size` training prompts, which the train loader then does not yield.
+
+        Every rank has to ask. They count as consumed: a checkpoint goes on after them.
+
+        Raises:
+            ValueError: with loader workers, which have read ahead.
+        """
+        if self.options.num_workers:
+            raise ValueError(
+                f"data.loader.num_workers = {self.options.num_workers}: sampling in several rounds needs 0, since workers "
+                "read prompts ahead"
+            )
+        assert self._train_sampler is not None, "train_dataloader() comes first"
+        return [self._items["train"][index] for index in self._train_sampler.next_batch()]
 
     @override
     def val_dataloader(self) -> StatefulDataLoader | list[Any]:

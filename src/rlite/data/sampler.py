@@ -55,7 +55,11 @@ class PromptSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         while True:
-            yield self._next_global_batch()[self.rank :: self.num_replicas]
+            yield self.next_batch()
+
+    def next_batch(self) -> list[int]:
+        """This rank's part of the next `batch_size` prompts. Every rank has to take it."""
+        return self._next_global_batch()[self.rank :: self.num_replicas]
 
     def state_dict(self) -> dict[str, Any]:
         """The same on every rank. `epoch` counts passes, `position` the prompts already taken from this pass."""

@@ -107,17 +107,18 @@ class GRPOModule(PolicyModule):
     @override
     def training_step(self, batch: RolloutBatch, batch_idx: int) -> None:
         started_s = time.perf_counter()
-        self._score(batch)
+        earlier = ("generate", "sync", "reward") if batch.scored else ("generate", "sync")  # by the rollout callback
+        self.score(batch)
         experience = Experience.from_rollouts(batch.rollouts)
         self._logprobs(experience, batch)
         metrics = self._advantages(experience, batch)
         metrics |= self._updates(experience, batch)
         metrics["rollout_step"] = float(batch_idx)
-        self._log(batch, metrics, started_s)
+        self._log(batch, metrics, started_s, earlier)
 
     @override
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
-        self._score(batch)
+        self.score(batch)
         facts = StepFacts.concatenate(self._step_facts(batch))
         count = len(facts.rewards_B)
         for name, value in step_metrics(facts, torch.arange(count), self.rewards.names).items():
@@ -132,8 +133,13 @@ class GRPOModule(PolicyModule):
 
     # -- the steps of a rollout step ---------------------------------------------------------------------------------
 
-    def _score(self, batch: RolloutBatch) -> None:
-        """Fills rewards. One rank of each data rank computes them, so that its peers see the same even from a moody judge."""
+    def score(self, batch: RolloutBatch) -> None:
+        """Fills rewards, unless the rollout callback had it done already (dynamic sampling). Every rank calls it.
+
+        One rank of each data rank computes them, so that its peers see the same even from a moody judge.
+        """
+        if batch.scored:
+            return
         outcome: Any = None
         with self.strategy.stopwatch.timed("reward"):
             if self.strategy.leads_data_rank:
@@ -147,6 +153,7 @@ class GRPOModule(PolicyModule):
                 raise failure
         for rollout, scored in zip(batch.rollouts, outcomes[self.strategy.dp_rank], strict=True):
             rollout.rewards, rollout.reward = scored.rewards, scored.total
+        batch.scored = True
 
     def _logprobs(self, experience: Experience, batch: RolloutBatch) -> None:
         """Reference log-probabilities, and the trainer's own where the updates would move away from them."""
@@ -306,9 +313,10 @@ class GRPOModule(PolicyModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.coefficients.load_state_dict(checkpoint.get("algorithm", {}))
 
-    def _log(self, batch: RolloutBatch, metrics: dict[str, float], started_s: float) -> None:
+    def _log(self, batch: RolloutBatch, metrics: dict[str, float], started_s: float, earlier: Sequence[str]) -> None:
+        """`earlier`: what was timed before this step began."""
         metrics |= self.strategy.drain_metrics()
-        before_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in ("generate", "sync"))  # by the rollout callback
+        before_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in earlier)
         step_s = before_s + time.perf_counter() - started_s
         lengths = [len(r.prompt.token_ids) + len(r.completion.token_ids) for r in batch.rollouts]
         tokens = sum(self.strategy.gather_data_parallel(sum(lengths)))
