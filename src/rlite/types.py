@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+NATIVE_EXPERT = -1
+"""In a record of experts: the router chooses itself."""
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -40,6 +42,9 @@ class Completion:
     text: str = ""
     policy_version: int = 0
     """Rollout step of the weights that generated the tokens."""
+    experts: Tensor | None = field(default=None, repr=False, compare=False)
+    """int16 `[prompt and completion tokens, MoE layers, experts a token]`: global expert ids that the engine's routers chose,
+    `NATIVE_EXPERT` for the last token, which no layer has seen. None: not recorded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,6 +101,9 @@ class TokenRow:
     """int64 `[T]`, prompt and completion."""
     loss_mask: Tensor
     """bool `[T]`; true where the token is trained on. `loss_mask[0]` is false: nothing predicts the first token."""
+    experts: Tensor | None = field(default=None, repr=False, compare=False)
+    """int16 `[T, MoE layers, experts a token]` that the trainer replays; `NATIVE_EXPERT` where its router chooses itself.
+    None: everywhere."""
 
     @property
     def num_loss_tokens(self) -> int:
@@ -106,7 +114,8 @@ class TokenRow:
         prompt, completion = rollout.prompt.token_ids, rollout.completion.token_ids
         mask = torch.zeros(len(prompt) + len(completion), dtype=torch.bool)
         mask[len(prompt) :] = True
-        return cls(token_ids=torch.tensor(prompt + completion, dtype=torch.int64), loss_mask=mask)
+        token_ids = torch.tensor(prompt + completion, dtype=torch.int64)
+        return cls(token_ids=token_ids, loss_mask=mask, experts=rollout.completion.experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +126,8 @@ class TokenScores:
     """fp32 `[N]`, log p(token | everything before it) at the sampling temperature."""
     entropy: Tensor
     """fp32 `[N]`, entropy of the whole distribution at that position, in nats."""
+    experts: Tensor | None = field(default=None, repr=False, compare=False)
+    """int16 `[T, MoE layers, experts a token]` of one row, on the CPU, where the caller asked for a record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

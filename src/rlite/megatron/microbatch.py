@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlite.types import TokenRow
+from rlite.types import NATIVE_EXPERT, TokenRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class MicroBatch:
     """int64, the trained tokens, row after row."""
     num_tokens_per_row: tuple[int, ...]
     """Trained tokens of each row; sums to N."""
+    experts_SBLK: Tensor | None = None
+    """int32 `[S, B, MoE layers, experts a token]` to replay; `NATIVE_EXPERT`, or None everywhere: the router chooses."""
 
 
 def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) -> list[list[int]]:
@@ -75,7 +77,19 @@ def make_microbatch(
         predict_N=torch.cat([empty, *predict]).to(device),
         targets_N=torch.cat([empty, *targets]).to(device),
         num_tokens_per_row=tuple(row.num_loss_tokens for row in chosen),
+        experts_SBLK=_experts(chosen, length, device),
     )
+
+
+def _experts(rows: Sequence[TokenRow], length: int, device: torch.device) -> Tensor | None:
+    given = [(b, row) for b, row in enumerate(rows) if row.experts is not None]
+    if not given:
+        return None
+    shape = (length, len(rows), *given[0][1].experts.shape[1:])
+    experts_SBLK = torch.full(shape, NATIVE_EXPERT, dtype=torch.int32)
+    for b, row in given:
+        experts_SBLK[: row.token_ids.numel(), b] = row.experts.to(torch.int32)
+    return experts_SBLK.to(device)
 
 
 def agree_on_count(num_microbatches: int, *, multiple_of: int = 1) -> int:

@@ -22,6 +22,7 @@ from rlite.megatron.microbatch import MicroBatch, agree_on_count, make_microbatc
 from rlite.megatron.model import unwrap
 from rlite.megatron.optimizer import McoreOptimizer
 from rlite.megatron.options import MegatronOptions
+from rlite.megatron.router_replay import ExpertRecord, RouterReplay
 from rlite.types import LossFn, LossOutput, TokenRow, TokenScores, UpdateResult
 
 LossStep = Callable[[torch.nn.Module, MicroBatch, Tensor], Any]
@@ -50,12 +51,21 @@ class PolicyRunner:
         self.layout = layout
         self.options = options or MegatronOptions()
         self.optimizer = optimizer
+        self.replay = RouterReplay(self.chunks)
         for chunk in self.chunks:
             unwrap(chunk).config.finalize_model_grads_func = _sum_gradients
 
     @torch.no_grad()
-    def score(self, rows: Sequence[TokenRow], *, temperature: float = 1.0) -> list[TokenScores]:
-        """Log-probabilities and entropies of the trained tokens of each row; one entry for each row. Collective."""
+    def score(
+        self, rows: Sequence[TokenRow], *, temperature: float = 1.0, record_experts: bool = False
+    ) -> list[TokenScores]:
+        """Log-probabilities and entropies of the trained tokens of each row; one entry for each row. Collective.
+
+        Routers send tokens to `TokenRow.experts` where given. With `record_experts` the scores tell the experts of every
+        token. Raises ValueError when they are asked of a model without routers, or given for another model.
+        """
+        if record_experts and not self.replay.has_routers:
+            raise ValueError("record_experts: the model has no routers")
         self._set_training(False)
         batches = self._microbatches(rows)
         results: list[TokenScores] = []
@@ -63,7 +73,8 @@ class PolicyRunner:
         def collect(model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> None:
             results.append(self._token_scores(model, hidden, batch, temperature))
 
-        self._run(batches, collect, forward_only=True)
+        record = ExpertRecord(self.replay) if record_experts else None
+        self._run(batches, collect, forward_only=True, record=record)
         lengths = [row.num_loss_tokens for row in rows]
         values = torch.zeros(2, sum(lengths), dtype=torch.float32, device=self._device)
         offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -72,7 +83,11 @@ class PolicyRunner:
             for index, piece in zip(batch.row_indices, pieces, strict=False):
                 values[:, offsets[index] : offsets[index] + piece.size(1)] = piece
         self._broadcast_from_last_stage(values)
-        return [TokenScores(logprobs=row[0].clone(), entropy=row[1].clone()) for row in values.split(lengths, dim=1)]
+        experts = record.rows(batches, rows) if record is not None else [None] * len(rows)
+        return [
+            TokenScores(logprobs=row[0].clone(), entropy=row[1].clone(), experts=chosen)
+            for row, chosen in zip(values.split(lengths, dim=1), experts, strict=True)
+        ]
 
     def update(
         self,
@@ -85,7 +100,8 @@ class PolicyRunner:
         """One optimizer step on the sum of the partial losses of all micro-batches and data-parallel ranks. Collective.
 
         The step is skipped on every rank when a loss or the gradient norm is not finite. A rank without rows still
-        takes part; there `loss_fn` is called with no rows, only to learn the metric keys.
+        takes part; there `loss_fn` is called with no rows, only to learn the metric keys. When experts were replayed, the
+        metric sums give `moe/routing_mismatch`: the fraction of them that the live routers would not have chosen.
 
         Args:
             step: what makes the optimizer step, when something else has to count it (Lightning's wrapped optimizer);
@@ -95,7 +111,7 @@ class PolicyRunner:
             raise ValueError("PolicyRunner.update needs an optimizer: pass build_optimizer(chunks, config)")
         sums, losses = MetricSums(self._device), []
         self._accumulate(rows, loss_fn, temperature=temperature, sums=sums, losses=losses)
-        metric_sums = sums.reduce()
+        metric_sums = sums.reduce() | self._routing_sums()
         if not self._all_finite(losses):
             return UpdateResult(metric_sums=metric_sums, grad_norm=float("nan"), applied=False)
         self.optimizer.last_step = None
@@ -127,14 +143,32 @@ class PolicyRunner:
 
         self._run(self._microbatches(rows), loss_of, forward_only=False)
 
-    def _run(self, batches: Sequence[MicroBatch], last_stage: LossStep, *, forward_only: bool) -> None:
+    def _routing_sums(self) -> dict[str, float]:
+        if not self.replay.has_routers:
+            return {}
+        missing, count = self.replay.take_mismatch()
+        return {"count:routed": count, "routed:moe/routing_mismatch": missing} if count else {}
+
+    def _run(
+        self,
+        batches: Sequence[MicroBatch],
+        last_stage: LossStep,
+        *,
+        forward_only: bool,
+        record: ExpertRecord | None = None,
+    ) -> None:
         """Megatron's schedule over the micro-batches; `last_stage` sees the hidden states of each."""
 
         def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(iterator)
-            return forward_hidden(model, batch), partial(_schedule_loss, last_stage, model, batch)
+            (index, batch), chunk = next(iterator), self.chunks.index(model)
+            with self.replay.forward(chunk, batch, with_gradient=not forward_only):
+                hidden = forward_hidden(model, batch)
+            if record is not None:
+                record.add(chunk, index, batch)
+            return hidden, partial(_schedule_loss, last_stage, model, batch)
 
-        iterators = [iter(batches) for _ in self.chunks]
+        self.replay.reset()
+        iterators = [iter(enumerate(batches)) for _ in self.chunks]
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
