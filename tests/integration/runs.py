@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,5 @@ def metrics(folder: Path) -> list[dict[str, float]]:
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    import json
-
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+def samples(folder: Path, name: str = "samples.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]

@@ -113,7 +113,7 @@ def test_the_reference_takes_the_policys_place_even_when_nothing_else_moves() ->
         ([Phase.GENERATE], Phase.GENERATE),
         ([Phase.TRAIN], Phase.LOGPROB),
         ([Phase.TRAIN], Phase.TRAIN),
-        ([Phase.LOGPROB], Phase.GENERATE),
+        ([Phase.LOGPROB], Phase.LOGPROB),
         ([Phase.REFERENCE], Phase.GENERATE),
     ],
 )

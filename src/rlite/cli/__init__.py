@@ -1,4 +1,4 @@
-"""The command line: `rlite fit|validate|test|predict --config FILE [overrides]`.
+"""The command line: `rlite fit|validate|test|predict|generate|plan --config FILE [overrides]`, `rlite export|report`.
 
 This module is imported before torch, so that thread counts are in the environment when torch reads it.
 """
@@ -17,6 +17,10 @@ def main(args: list[str] | None = None) -> None:
         return
     # Several ranks share a machine's cores: with more threads than cores they spin against each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from rlite.cli.commands import COMMANDS, run_command
+
+    if arguments and arguments[0] in COMMANDS:
+        run_command(arguments[0], arguments[1:])
     from rlite.cli.app import run
 
     run(arguments)

@@ -88,7 +88,7 @@ class RLiteCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_class=RLiteParser,
-            parser_kwargs={"allow_abbrev": False},
+            parser_kwargs={"prog": "rlite", **{name: {"allow_abbrev": False} for name in self.subcommands()}},
             load_from_checkpoint_support=False,
         )
 
@@ -126,9 +126,33 @@ class RLiteCLI(LightningCLI):
         pass  # the config is the truth: hyper-parameters inside a checkpoint must not override it silently
 
 
+class ConfigOnlyCLI(RLiteCLI):
+    """Parses a configuration and builds nothing from it."""
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> dict[str, Any]:
+        """The configuration of `rlite fit` with these arguments, as a plain mapping."""
+        sys.argv = [sys.argv[0], "fit", *arguments]
+        return cls().config["fit"].as_dict()
+
+    @override
+    def _set_seed(self) -> None:
+        pass
+
+    @override
+    def instantiate_classes(self) -> None:
+        pass
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
 def run(arguments: list[str]) -> None:
     """Runs the command; exits with 143 after a preempted run, 1 after an error of the user's."""
     quiet_console()
+    if arguments[:1] == ["generate"]:
+        arguments = ["predict", *arguments[1:]]
     sys.argv = [sys.argv[0], *arguments]  # the launcher starts the other ranks with the same command line
     cli = RLiteCLI()
     if any(isinstance(c, GracefulPreemption) and c.stopped for c in cli.trainer.callbacks):

@@ -48,7 +48,7 @@ NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.IDLE: frozenset({Phase.GENERATE, Phase.REFERENCE, Phase.LOGPROB, Phase.TRAIN}),
     Phase.GENERATE: frozenset({Phase.IDLE, Phase.REFERENCE, Phase.LOGPROB, Phase.TRAIN}),
     Phase.REFERENCE: frozenset({Phase.IDLE, Phase.LOGPROB, Phase.TRAIN}),
-    Phase.LOGPROB: frozenset({Phase.IDLE, Phase.REFERENCE, Phase.TRAIN}),
+    Phase.LOGPROB: frozenset({Phase.IDLE, Phase.GENERATE, Phase.REFERENCE, Phase.TRAIN}),
     Phase.TRAIN: frozenset({Phase.IDLE, Phase.GENERATE}),
 }
 """Legal moves."""

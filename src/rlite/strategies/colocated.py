@@ -7,7 +7,9 @@ The strategy owns three things and delegates each: the process mesh (`megatron.g
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory import Ledger, Phase, PhaseMachine, phase_metrics
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
-from rlite.strategies.policy import PolicyState
+from rlite.strategies.policy import PolicyState, has_weights
 from rlite.strategies.precision import MegatronPrecision
 from rlite.strategies.timing import Stopwatch
 from rlite.types import LossFn, TokenRow, TokenScores, UpdateResult
@@ -155,6 +157,7 @@ class ColocatedRLStrategy(ParallelStrategy):
                 options=self.megatron,
                 params_dtype=self.precision_plugin.params_dtype,
                 phases=self.phases,
+                initialize=init_from is None and not has_weights(Path(policy_dir)),
             )
             self._policy.load_initial_weights(init_from)
         return self._policy.chunks
@@ -201,15 +204,19 @@ class ColocatedRLStrategy(ParallelStrategy):
         self.stopwatch.add("sync", entry.sync_s)
         self.stopwatch.add("offload", entry.transition_s - entry.sync_s)
 
-    def score(self, rows: Sequence[TokenRow], *, temperature: float) -> list[TokenScores]:
-        """Log-probabilities and entropies of the trained tokens of `rows` under the policy, without gradient."""
+    def score(self, rows: Sequence[TokenRow], *, temperature: float, record_experts: bool = False) -> list[TokenScores]:
+        """Log-probabilities and entropies of the trained tokens of `rows` under the policy, without gradient.
+
+        With `record_experts` also the experts that every token was sent to.
+        """
         self.phases.require(Phase.LOGPROB, Phase.TRAIN, Phase.IDLE, action="scoring with the policy")
-        return self.policy.runner.score(rows, temperature=temperature)
+        return self.policy.runner.score(rows, temperature=temperature, record_experts=record_experts)
 
     def score_reference(self, rows: Sequence[TokenRow], *, temperature: float) -> list[TokenScores]:
-        """The same under the frozen reference weights."""
+        """The same under the frozen reference weights, whose routers always choose themselves."""
         self.phases.require(Phase.REFERENCE, action="scoring with the reference")
-        return self.policy.runner.score(rows, temperature=temperature)
+        native = [replace(row, experts=None) for row in rows]
+        return self.policy.runner.score(native, temperature=temperature)
 
     def update(self, rows: Sequence[TokenRow], loss_fn: LossFn, *, temperature: float) -> UpdateResult:
         """One optimizer step: forward and backward over micro-batches of `rows`, clip, step."""

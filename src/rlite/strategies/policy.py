@@ -27,6 +27,7 @@ class PolicyState:
         options: of the training engine.
         params_dtype: of the weights that compute.
         phases: the machine at which the residents are registered.
+        initialize: start from random weights; false leaves them undefined, to be loaded.
 
     Raises:
         FileNotFoundError: no `config.json` in `policy_dir`.
@@ -41,6 +42,7 @@ class PolicyState:
         options: MegatronOptions,
         params_dtype: torch.dtype,
         phases: PhaseMachine,
+        initialize: bool = True,
     ) -> None:
         from rlite.megatron.model import build_policy
 
@@ -49,7 +51,7 @@ class PolicyState:
         self.hf_config = read_hf_config(self.dir)
         self.architecture = Architecture.from_config(self.hf_config)
         self.chunks: torch.nn.ModuleList = build_policy(
-            self.hf_config, layout, options=options, params_dtype=params_dtype, initialize=not has_weights(self.dir)
+            self.hf_config, layout, options=options, params_dtype=params_dtype, initialize=initialize
         )
         self.optimizer: Any = None
         self.scheduler: Any = None
@@ -98,6 +100,12 @@ class PolicyState:
             RunCheckpoint.find(source).load_weights(self.chunks)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+
+    def save_hf(self, directory: Path) -> None:
+        """Writes the weights, with config and tokenizer, as a Hugging Face directory; no rank ever holds the model."""
+        from rlite.reshard.safetensors_io import save_hf_weights
+
+        save_hf_weights(directory, self.placement, self.local_tensors(), config_dir=self.dir)
 
     # -- training ----------------------------------------------------------------------------------------------------
 
