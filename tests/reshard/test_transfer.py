@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 
 from rlite.layout.architecture import Architecture
-from rlite.layout.catalogue import catalogue
+from rlite.layout.boxes import Box, LocalLayout, LocalTensor
+from rlite.layout.catalogue import CanonicalTensor, catalogue
 from rlite.layout.megatron import MegatronPlacement
 from rlite.layout.parallel import EngineLayout, ParallelLayout
+from rlite.layout.placement import ExplicitPlacement
 from rlite.layout.vllm import VLLMPlacement
 from rlite.reshard.plan import TransferPlan, plan_transfer
 from rlite.reshard.routes import Topology
@@ -94,6 +96,57 @@ def _two_runs_with_new_values() -> bool:
 
 def test_second_run_carries_the_new_weights():
     assert run_world(2, _two_runs_with_new_values) == [True, True]
+
+
+def _rows(rank: int, kind: str, dtype: str) -> LocalLayout:
+    """Half of a `[2048, 600]` matrix, which is more than 1 MiB in either dtype: rows, columns, or (`swap`) the rows of
+    the other rank."""
+    if kind == "columns":
+        start, stop = (0, 300 * rank), (2048, 300 * rank + 300)
+    else:
+        first = 1024 * (1 - rank if kind == "swap" else rank)
+        start, stop = (first, 0), (first + 1024, 600)
+    shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+    return LocalLayout((LocalTensor("part", shape, dtype),), (Box("big", start, stop, "part", (0, 0)),))
+
+
+def _large_matrix(source: tuple[str, str], destination: tuple[str, str]) -> tuple[bool, int]:
+    rank, tensors = dist.get_rank(), {"big": CanonicalTensor("big", (2048, 600), "any")}
+    sides = [[_rows(r, *side) for r in range(2)] for side in (source, destination)]
+    plan = plan_transfer(
+        *(ExplicitPlacement(side, tensors) for side in sides), topology=Topology(node_size=2), rank=rank
+    )
+    big = torch.randn(2048, 600, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def part(side: list[LocalLayout]) -> torch.Tensor:
+        box = side[rank].boxes[0]
+        dtype = getattr(torch, side[rank].tensors[0].dtype)
+        return big[tuple(map(slice, box.start, box.stop))].to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+    expected = part(sides[1])
+    received = torch.full_like(expected, float("nan"))
+    stats = Transfer(plan).run({"part": part(sides[0])}, {"part": received})
+    return torch.equal(received, expected), stats.staging_peak_bytes
+
+
+HALF_BYTES, QUARTER_BYTES = 1024 * 600 * 2, 1024 * 300 * 2
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "staged"),
+    [
+        # Contiguous at both ends: nothing is staged. Otherwise both halves of the arena hold what one bucket needs.
+        (("rows", "bfloat16"), ("swap", "bfloat16"), 0),
+        (("rows", "float32"), ("swap", "bfloat16"), 2 * HALF_BYTES),
+        (("rows", "bfloat16"), ("swap", "float32"), 2 * HALF_BYTES),
+        (("rows", "bfloat16"), ("columns", "bfloat16"), 2 * QUARTER_BYTES),
+        (("columns", "bfloat16"), ("rows", "bfloat16"), 2 * QUARTER_BYTES),
+    ],
+)
+def test_large_parts_are_staged_only_where_they_are_strided_or_cast(source, destination, staged):
+    for equal, staging_peak_bytes in run_world(2, _large_matrix, source, destination):
+        assert equal
+        assert staging_peak_bytes <= staged
 
 
 def _transposed_destination() -> bool:
