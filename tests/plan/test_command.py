@@ -12,6 +12,7 @@ import yaml
 
 from rlite.plan import Cluster, job_from_config, plan_memory, run_plan
 from rlite.plan.changes import changes_that_fit, single_changes
+from rlite.plan.config import world_size_of
 from rlite.rollout.config import VLLMConfig
 from tests.plan.jobs import job
 
@@ -123,9 +124,13 @@ def test_reads_what_a_run_would_do():
     config = load("grpo_dsv3")
     config["model"]["init_args"]["algorithm"] = {"preset": "dapo", "kl_coef": 0.01}
     plan = job_from_config(config, cluster=Cluster(world_size=256))
-    assert plan.needs_reference and plan.train_dtype == "bfloat16" and plan.offload_policy == "full"
+    assert (
+        plan.needs_reference and plan.scores_policy and plan.train_dtype == "bfloat16" and plan.offload_policy == "full"
+    )
     assert (plan.layout.tp, plan.layout.pp, plan.layout.ep) == (4, 16, 16)
     assert (plan.engine.tp, plan.prompts_per_step, plan.max_completion_tokens) == (32, 512, 4096)
+    config["model"]["init_args"]["batch"] = {"group_size": 8}
+    assert not job_from_config(config, cluster=Cluster(world_size=256)).scores_policy, "one update is on-policy"
     del config["trainer"]["callbacks"][2]
     assert job_from_config(config, cluster=Cluster(world_size=256)).offload_policy == "none"
     config["trainer"]["strategy"] = "colocated_rl"
@@ -150,6 +155,18 @@ def test_errors_name_the_key(change, message):
     change(config)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_plan(config)
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen3_30b_a3b", "grpo_dsv3"])
+def test_what_the_command_line_parsed_gives_the_same_plan_as_the_file(name):
+    """The flagship files parse, and every default that the parser fills in is the one that the plan assumes."""
+    command = [sys.executable, "-m", "rlite", "fit", "--config", f"configs/{name}.yaml", "--print_config"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    parsed = yaml.safe_load(done.stdout)
+    parsed["model"]["init_args"]["policy"] = str(ROOT / parsed["model"]["init_args"]["policy"])
+    cluster = Cluster(world_size=world_size_of(parsed))
+    assert job_from_config(parsed, cluster=cluster) == job_from_config(load(name), cluster=cluster)
 
 
 def test_plan_imports_no_trainer_and_no_engine():

@@ -28,6 +28,13 @@ def test_generation_holds_no_training_state():
     assert set(phases[Phase.TRAIN].residents) == {POLICY, GRADIENTS, OPTIMIZER}
 
 
+def test_phases_that_the_algorithm_skips_are_not_planned():
+    phases = _phases(scores_policy=False)
+    assert list(phases) == [Phase.GENERATE, Phase.TRAIN]
+    held = phases[Phase.TRAIN].residents
+    assert phases[Phase.TRAIN].moved_bytes == held[POLICY] + held[OPTIMIZER], "the policy comes back with the rest"
+
+
 def test_entering_generation_holds_policy_engine_and_staging_together():
     phases = _phases()
     policy, engine = phases[Phase.TRAIN].residents[POLICY], phases[Phase.GENERATE].residents[ENGINE]

@@ -39,6 +39,9 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         raise ValueError(f"trainer.callbacks: rlite plan needs {' or '.join(_ENGINES)} there, to know the engine")
     sampling = _settings(SamplingConfig, callbacks[rollout].get("sampling"))
     policy_dir = _required(model_args, "policy", key="model.policy")
+    batch, algorithm = _settings(BatchConfig, model_args.get("batch")), model_args.get("algorithm")
+    objective = algorithm_config("grpo" if algorithm is None else algorithm)
+    moves_away = batch.updates_per_rollout > 1 and objective.old_policy == "trainer"
     return PlanJob(
         cluster=cluster,
         hf_config=_read_config_json(Path(policy_dir)),
@@ -46,11 +49,12 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         megatron=_settings(MegatronOptions, strategy.get("megatron")),
         train_dtype=_train_dtype(trainer.get("precision", "32-true")),
         engine=_settings(_ENGINES[rollout], callbacks[rollout].get("engine")),
-        batch=_settings(BatchConfig, model_args.get("batch")),
+        batch=batch,
         prompts_per_step=int(_required(data_args, "batch_size", key="data.batch_size")),
         max_prompt_tokens=(data_args.get("prompt") or {}).get("max_prompt_tokens", _DEFAULT_PROMPT_TOKENS),
         max_completion_tokens=sampling.max_tokens,
-        needs_reference=_needs_reference(model_args.get("algorithm")),
+        needs_reference=objective.needs_ref_logprobs,
+        scores_policy=moves_away or objective.needs_old_logprobs,
         offload_policy=callbacks["MemoryOffload"].get("policy", "full") if "MemoryOffload" in callbacks else "none",
         staging_budget_bytes=callbacks.get("EP2TPConversion", {}).get(
             "staging_budget_bytes", DEFAULT_STAGING_BUDGET_BYTES
@@ -108,10 +112,6 @@ def _train_dtype(precision: Any) -> Any:
     if str(precision) not in _DTYPES:
         raise ValueError(f"trainer.precision = {precision!r}: use one of {', '.join(_DTYPES)}")
     return _DTYPES[str(precision)]
-
-
-def _needs_reference(algorithm: Any) -> bool:
-    return algorithm_config("grpo" if algorithm is None else algorithm).needs_ref_logprobs
 
 
 def _read_config_json(directory: Path) -> dict[str, Any]:

@@ -85,6 +85,8 @@ class PlanJob:
     max_prompt_tokens: int = 1024
     max_completion_tokens: int = 256
     needs_reference: bool = False
+    scores_policy: bool = True
+    """Whether the trainer scores the completions before the first update, every step."""
     offload_policy: str = "full"
     """`MemoryOffload.policy`; `none` without that callback."""
     staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES

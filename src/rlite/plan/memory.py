@@ -191,7 +191,13 @@ def _phases(job: PlanJob, residents: list[PlannedResident], working: WorkingByte
         staging.offload()
 
     machine.set_conversion(convert)
-    order = [Phase.GENERATE, *([Phase.REFERENCE] if job.needs_reference else []), Phase.LOGPROB, Phase.TRAIN]
+    used = {
+        Phase.GENERATE: True,
+        Phase.REFERENCE: job.needs_reference,
+        Phase.LOGPROB: job.scores_policy,
+        Phase.TRAIN: True,
+    }
+    order = [phase for phase, is_used in used.items() if is_used]
     for phase in order * 2:
         machine.enter(phase)
     return tuple(_phase(job, entry, working) for entry in machine.ledger.drain()[len(order) :])

@@ -41,8 +41,9 @@ def draw(plan: Plan, path: Path) -> None:
     axes.axhline(plan.job.cluster.memory_bytes / unit, color="black", linewidth=1, linestyle=":", label="device")
     axes.set_xticks(list(phases), [str(phase.phase) for phase in fullest.phases])
     axes.set_ylabel(name)
+    model, count = plan.job.architecture.model_type, plan.job.cluster.world_size
     verdict = "fits" if plan.memory.fits else "does not fit"
-    axes.set_title(f"{fullest.name}: {verdict}", fontsize=11)
+    axes.set_title(f"{model} on {count} devices: {verdict}\nfullest ranks ({fullest.name})", fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)

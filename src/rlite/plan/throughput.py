@@ -88,7 +88,7 @@ def training_seconds(job: PlanJob) -> float:
     rows = job.prompts_per_step * batch.group_size
     forward = rows * forward_flops(ModelShape.from_hf(job.hf_config), [job.row_tokens])
     backward_and_forward = 4.0 if job.megatron.recompute == "full" else 3.0
-    passes = 1.0 + job.needs_reference + batch.epochs * backward_and_forward
+    passes = job.scores_policy + job.needs_reference + batch.epochs * backward_and_forward
     bubble = (job.layout.pp - 1) / (job.layout.vpp * job.num_microbatches)
     flops_per_s = job.cluster.world_size * speed.peak_tflops * 1e12 * speed.train_mfu
     return passes * forward * (1.0 + bubble) / flops_per_s
