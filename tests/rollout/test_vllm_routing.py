@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rlite.layout.parallel import EngineLayout
-from rlite.types import Completion
+from rlite.types import NATIVE_EXPERT, Completion
 from tests.helpers.world import run_world
 from tests.rollout.helpers import MIB, build_engine, requests, write_checkpoint
 
@@ -25,7 +25,7 @@ def _generate(
     write_checkpoint(engine, model_dir, layout, version=0)
     engine.generate(asked[:1])  # an earlier call leaves nothing behind
     completions = engine.generate(asked)
-    return completions, [experts.tolist() for experts in engine.routed_experts]
+    return completions, [completion.experts.tolist() for completion in completions]
 
 
 def _reference_experts(model: torch.nn.Module, ids: tuple[int, ...]) -> Tensor:
@@ -56,7 +56,8 @@ def _check(model_dir: Path, log_dir: Path, asked: list, world_size: int, **confi
         for request, completion, experts in zip(asked, completions, routed, strict=True):
             ids = (*request.prompt_token_ids, *completion.token_ids[:-1])
             expected = _reference_experts(model, ids)
-            assert torch.equal(torch.tensor(experts).sort(-1).values, expected)
+            assert torch.equal(torch.tensor(experts[:-1]).sort(-1).values, expected)
+            assert set(torch.tensor(experts[-1]).flatten().tolist()) == {NATIVE_EXPERT}
 
 
 @pytest.mark.parametrize(

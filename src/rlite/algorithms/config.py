@@ -67,6 +67,10 @@ class AlgorithmConfig:
     """Off-policy sequence masking (DeepSeek-V3.2): drop rows with a negative advantage whose mean log(behaviour / live)
     exceeds this. Behaviour is the engine when it recorded log-probabilities, else the old policy."""
 
+    router_replay: Literal["none", "R2", "R3"] = "none"
+    """MoE: which experts the trainer sends tokens to in the old policy's pass and in the updates. `R3`: those that the engine
+    chose while sampling. `R2`: those that the trainer chose before the first update. The reference always chooses itself."""
+
     overlong_filter: bool = False
     """Truncated completions are not trained on (they stay in the baseline)."""
     drop_zero_variance: bool = False
@@ -85,6 +89,7 @@ class AlgorithmConfig:
             ("correction", CORRECTIONS),
             ("old_policy", ("trainer", "rollout", "live")),
             ("correction_normalize", ("none", "batch", "kept")),
+            ("router_replay", ("none", "R2", "R3")),
         ):
             self._require(name, getattr(self, name) in choices, f"choose one of {', '.join(choices)}")
         LOSSES.bind(self.loss, self.loss_options())
@@ -148,6 +153,9 @@ class AlgorithmConfig:
         if self.old_policy == "rollout":
             fix = "the ratio to the engine already contains it: set correction = none, or old_policy = trainer"
             self._require("correction", self.correction == "none" and self.veto_ratio is None, fix)
+        if self.router_replay == "R2":
+            fix = "R2 records the trainer's own old policy: set old_policy = trainer, or router_replay = R3"
+            self._require("router_replay", self.old_policy == "trainer", fix)
         if self.correction_normalize != "none":
             is_on = self.correction != "none" or self.veto_ratio is not None
             self._require("correction_normalize", is_on, "has no effect with correction = none; remove it")

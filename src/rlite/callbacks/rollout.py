@@ -77,7 +77,9 @@ class RolloutCallback(Callback):
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
-    def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:
+    def build_engine(
+        self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path, *, record_experts: bool
+    ) -> RolloutEngine:
         raise TypeError(f"{type(self).__name__} must implement build_engine")
 
     @property
@@ -94,7 +96,9 @@ class RolloutCallback(Callback):
             self.engine_layout.validate(strategy.world_size)
             log_dir = Path(strategy.broadcast(str(trainer.log_dir or trainer.default_root_dir)))
             log_dir.mkdir(parents=True, exist_ok=True)
-            engine = self.build_engine(module.policy_dir, strategy, log_dir / f"engine_rank{strategy.global_rank}.log")
+            log_file = log_dir / f"engine_rank{strategy.global_rank}.log"
+            record_experts = _replays_engine(module)
+            engine = self.build_engine(module.policy_dir, strategy, log_file, record_experts=record_experts)
             engine.sleep()
             _register(strategy, engine)
             strategy.engine = engine
@@ -296,10 +300,21 @@ class VLLMRollout(RolloutCallback):
         return VLLMPlacement(architecture, self.engine_layout, world_size, dtype=self.engine_config.dtype)
 
     @override
-    def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if _replays_engine(pl_module) and self.engine_config.enable_prefix_caching:
+            raise ValueError(
+                "model.algorithm.router_replay = R3 needs engine.enable_prefix_caching = false of VLLMRollout: tokens of a "
+                "cached prefix meet no router that could be recorded"
+            )
+
+    @override
+    def build_engine(
+        self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path, *, record_experts: bool
+    ) -> RolloutEngine:
         from rlite.rollout.vllm import VLLMEngine
 
-        return VLLMEngine(self.engine_config, policy_dir, log_file=log_file)
+        return VLLMEngine(self.engine_config, policy_dir, log_file=log_file, capture_routing=record_experts)
 
 
 class TransformersRollout(RolloutCallback):
@@ -326,10 +341,21 @@ class TransformersRollout(RolloutCallback):
         return ExplicitPlacement([whole] * world_size, tensors)
 
     @override
-    def build_engine(self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path) -> RolloutEngine:
+    def build_engine(
+        self, policy_dir: str, strategy: ColocatedRLStrategy, log_file: Path, *, record_experts: bool
+    ) -> RolloutEngine:
+        if record_experts:
+            raise ValueError(
+                "model.algorithm.router_replay = R3: TransformersRollout does not record experts; use VLLMRollout, or R2"
+            )
         from rlite.rollout.transformers import TransformersEngine
 
         return TransformersEngine(self.engine_config, policy_dir, device=strategy.root_device)
+
+
+def _replays_engine(module: LightningModule) -> bool:
+    algorithm = getattr(module, "algorithm", None)  # modules without a reinforcement-learning objective have none
+    return algorithm is not None and algorithm.router_replay == "R3"
 
 
 def _register(strategy: ColocatedRLStrategy, engine: RolloutEngine) -> None:

@@ -65,7 +65,7 @@ class PolicyRunner:
         token. Raises ValueError when they are asked of a model without routers, or given for another model.
         """
         if record_experts and not self.replay.has_routers:
-            raise ValueError("record_experts: the model has no routers")
+            raise ValueError("record_experts (model.algorithm.router_replay = R2): the model has no routers")
         self._set_training(False)
         batches = self._microbatches(rows)
         results: list[TokenScores] = []

@@ -77,17 +77,25 @@ class GRPOModule(PolicyModule):
         self.coefficients = Coefficients(self.algorithm)
         self.batch = batch or BatchConfig()
         self.updates_per_batch = self.batch.updates_per_rollout
-        if self.batch.group_size < 2 and self.algorithm.advantage != "reinforce_pp":
-            raise ValueError(
-                f"model.batch.group_size = {self.batch.group_size}: advantage = {self.algorithm.advantage} compares the "
-                "completions of a prompt with each other, so it needs at least 2"
-            )
+        self._check_config()
         listed: list[RewardLike] = list(rewards or [])
         if type(self).reward is not GRPOModule.reward:
             listed.append(self.reward)
         self.rewards = RewardRunner(listed, timeout_s=reward_timeout_s)
         self.objective = PolicyObjective(self.algorithm)
         self._steps_without_update = 0
+
+    def _check_config(self) -> None:
+        if self.batch.group_size < 2 and self.algorithm.advantage != "reinforce_pp":
+            raise ValueError(
+                f"model.batch.group_size = {self.batch.group_size}: advantage = {self.algorithm.advantage} compares the "
+                "completions of a prompt with each other, so it needs at least 2"
+            )
+        if self.algorithm.router_replay == "R2" and self.updates_per_batch == 1:
+            raise ValueError(
+                "model.algorithm.router_replay = R2 has no effect with one update a rollout: it would replay what the trainer "
+                "chooses anyway. Set model.batch.minibatches or epochs > 1, or use R3"
+            )
 
     def reward(self, completions: list[str], **columns: list[Any]) -> list[float | None]:
         """Override: one number for each completion, None to abstain.
@@ -167,8 +175,13 @@ class GRPOModule(PolicyModule):
         if moves_away or self.algorithm.needs_old_logprobs:
             strategy.enter(Phase.LOGPROB)
             with strategy.stopwatch.timed("logprob"):
-                scores = strategy.score(experience.rows, temperature=temperature)
+                record = self.algorithm.router_replay == "R2"
+                scores = strategy.score(experience.rows, temperature=temperature, record_experts=record)
             experience.old_logprobs = [s.logprobs for s in scores]
+            if record:
+                experience.rows = [
+                    replace(row, experts=s.experts) for row, s in zip(experience.rows, scores, strict=True)
+                ]
             experience.entropy_threshold = self._entropy_threshold([s.entropy for s in scores])
         experience.check_logprobs()
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rlite.rollout.sampling import requests_fingerprint
 from rlite.rollout.stop_tokens import end_of_sequence_ids
 from rlite.rollout.storages import storage_bytes
 from rlite.rollout.vllm_routing import RoutingRecorder
-from rlite.types import Completion
+from rlite.types import NATIVE_EXPERT, Completion
 
 
 class VLLMEngine:
@@ -36,7 +37,7 @@ class VLLMEngine:
     ) -> None:
         """vLLM's own output is appended to `log_file`. Every completion ends at the model's end-of-sequence tokens.
 
-        `capture_routing`: `routed_experts` then tells the experts of every token; only on CPU, without prefix caching.
+        `capture_routing`: `Completion.experts` then tells the experts of every token; only on CPU, without prefix caching.
         Raises ValueError for a layout that does not cover the world or an argument in `config.extra` that rlite sets.
         """
         if not dist.is_initialized():
@@ -50,9 +51,6 @@ class VLLMEngine:
         with self._guard, unfrozen_heap(), console_to_file(self._log_file):
             self._build(str(model_dir))
         self._request_ids = itertools.count()
-        self.routed_experts: list[Tensor] = []
-        """With `capture_routing`, for each request of the last `generate` the experts of all tokens but the last, which
-        no layer has seen: int16 `[prompt + completion - 1, MoE layers, top_k]`, global expert ids."""
         self._recorder = self._routing_recorder() if capture_routing else None
 
     def _build(self, model_dir: str) -> None:
@@ -175,12 +173,18 @@ class VLLMEngine:
         if missing := [index for index, request_id in enumerate(ids) if request_id not in done]:
             raise RuntimeError(f"vLLM returned no completion for requests {missing}")
         completions = [done[request_id] for request_id in ids]
-        if self._recorder is not None:
-            self.routed_experts = [
-                self._recorder.take(request_id, len(request.prompt_token_ids) + len(completion.token_ids) - 1)
-                for request_id, request, completion in zip(ids, requests, completions, strict=True)
-            ]
-        return completions
+        if self._recorder is None:
+            return completions
+        return [
+            self._with_experts(completion, request_id, request)
+            for request_id, request, completion in zip(ids, requests, completions, strict=True)
+        ]
+
+    def _with_experts(self, completion: Completion, request_id: str, request: GenerationRequest) -> Completion:
+        num_tokens = len(request.prompt_token_ids) + len(completion.token_ids)
+        experts_TLK = self._recorder.take(request_id, num_tokens - 1)
+        last = torch.full_like(experts_TLK[:1], NATIVE_EXPERT)  # sampled, but never fed to a layer
+        return replace(completion, experts=torch.cat([experts_TLK, last]))
 
     def _submit(self, request: GenerationRequest) -> str:
         from vllm import TokensPrompt
