@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rlite.layout.boxes import Box, LocalLayout, intersect
+from rlite.layout.boxes import Box, Index, LocalLayout, intersect
 from rlite.reshard.pieces import Match, Piece
 from rlite.reshard.routes import BucketSpan, Choices, Traffic, cut_piece
 
@@ -86,6 +86,7 @@ class RankMoves:
         self._copies: dict[int, list[LocalCopy]] = defaultdict(list)
         self._last_use: dict[str, int] = {}
         self._shares_of: dict[int, list[_Share]] = {}
+        self._indices: dict[tuple[Index, ...], LocalIndex] = {}
         for name in traffic:
             if name in self._needed or name in self._held:
                 self._add(name)
@@ -137,14 +138,8 @@ class RankMoves:
         source = _box_around(self._held[name], piece)
         destination = _box_around(self._needed[name], piece)
         self._last_use[source.local] = max(bucket, self._last_use.get(source.local, 0))
-        self._copies[bucket].append(
-            LocalCopy(
-                source.local,
-                source.local_index(piece.start, piece.stop),
-                destination.local,
-                destination.local_index(piece.start, piece.stop),
-            )
-        )
+        indices = [self._index(box, piece.start, piece.stop) for box in (source, destination)]
+        self._copies[bucket].append(LocalCopy(source.local, indices[0], destination.local, indices[1]))
 
     def _move(self, name: str, piece: Piece, span: BucketSpan, route: Route) -> None:
         sends = route[0] == self.rank
@@ -152,9 +147,16 @@ class RankMoves:
         routes = self._sends if sends else self._receives
         for part, start, stop, numel in cut_piece(piece, span.parts):
             bucket = span.first + part
-            routes[bucket][route].append(Move(box.local, box.local_index(start, stop), numel))
+            routes[bucket][route].append(Move(box.local, self._index(box, start, stop), numel))
             if sends:
                 self._last_use[box.local] = max(bucket, self._last_use.get(box.local, 0))
+
+    def _index(self, box: Box, start: Index, stop: Index) -> LocalIndex:
+        """`box.local_index`, shared by boxes that lie alike: layers repeat each other."""
+        key = (box.start, box.local_start, start, stop)
+        if key not in self._indices:
+            self._indices[key] = box.local_index(start, stop)
+        return self._indices[key]
 
 
 def _messages(routes: Routes) -> tuple[Message, ...]:
@@ -165,11 +167,17 @@ def _messages(routes: Routes) -> tuple[Message, ...]:
     messages = []
     for route, moves in sorted(routes.items(), key=lambda item: (-ITEMSIZE[item[0][2]], item[0])):
         itemsize = ITEMSIZE[route[2]]
-        small = tuple(move for move in moves if move.numel * itemsize < LONE_MESSAGE_BYTES)
+        small, small_bytes, large = [], 0, []
+        for move in moves:
+            nbytes = move.numel * itemsize
+            if nbytes < LONE_MESSAGE_BYTES:
+                small.append(move)
+                small_bytes += nbytes
+            else:
+                large.append(Message(*route, (move,), nbytes))
         if small:
-            messages.append(Message(*route, small, sum(move.numel for move in small) * itemsize))
-        large = (move for move in moves if move.numel * itemsize >= LONE_MESSAGE_BYTES)
-        messages.extend(Message(*route, (move,), move.numel * itemsize) for move in large)
+            messages.append(Message(*route, tuple(small), small_bytes))
+        messages.extend(large)
     return tuple(messages)
 
 
