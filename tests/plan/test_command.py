@@ -81,6 +81,14 @@ def test_several_changes_are_combined_when_one_is_not_enough():
     assert keys <= change.settings.keys()
 
 
+def test_combined_changes_leave_out_what_a_dearer_one_makes_needless():
+    """Optimizer state decides: a larger tp is a step in the right direction, but only twice the devices get there."""
+    config = load("grpo_dsv3")
+    config["trainer"]["strategy"]["init_args"]["megatron"]["max_tokens_per_microbatch"] = 20480
+    (change,) = changes_that_fit(job_from_config(config, cluster=Cluster(world_size=256, memory_bytes=60 * 2**30)))
+    assert "trainer.num_nodes" in change.settings and "strategy.layout.tp" not in change.settings
+
+
 def test_kv_cache_that_holds_no_sequence_does_not_fit(capsys):
     config = load("grpo_demo_cpu")
     rollout = config["trainer"]["callbacks"][0]["init_args"]["engine"]

@@ -50,22 +50,33 @@ def single_changes(job: PlanJob, memory: MemoryPlan) -> list[Change]:
 
 
 def _together(job: PlanJob, memory: MemoryPlan) -> list[Change]:
-    """Takes, again and again, the cheapest change that brings the run closer to fitting."""
+    """The cheapest set of changes that a greedy search finds, also when it may not touch one of the settings it liked."""
+    best = _greedy(job, memory, barred=frozenset())
+    barred: frozenset[str] = frozenset()
+    for key in best.settings if best else ():
+        other = _greedy(job, memory, barred=barred | {key})
+        if best and other and other.cost < best.cost:
+            best, barred = other, barred | {key}
+    return [best] if best else []
+
+
+def _greedy(job: PlanJob, memory: MemoryPlan, *, barred: frozenset[str]) -> Change | None:
+    """Takes, again and again, the cheapest change that brings the run closer to fitting. None when it gets stuck."""
     settings: dict[str, str | int] = {}
     cost = 0.0
     while not memory.fits:
-        step = next(_closer(job, memory), None)
+        step = next(_closer(job, memory, barred), None)
         if step is None:
-            return []
+            return None
         change, memory = step
         settings |= change.settings
         cost, job = cost + change.cost, change.job
-    return [Change(settings=settings, cost=cost, job=job)]
+    return Change(settings=settings, cost=cost, job=job)
 
 
-def _closer(job: PlanJob, memory: MemoryPlan) -> Iterator[tuple[Change, MemoryPlan]]:
+def _closer(job: PlanJob, memory: MemoryPlan, barred: frozenset[str]) -> Iterator[tuple[Change, MemoryPlan]]:
     for change in single_changes(job, memory):
-        planned = _planned(change.job)
+        planned = _planned(change.job) if not barred & change.settings.keys() else None
         if planned is not None and planned.shortage_bytes < memory.shortage_bytes:
             yield change, planned
 
