@@ -37,6 +37,7 @@ class RLiteTrainer(pl.Trainer):
     """
 
     def __init__(self, *, callbacks: list[pl.Callback] | pl.Callback | None = None, **kwargs: Any) -> None:
+        quiet_console()
         given = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks or [])
         wanted: list[type[pl.Callback]] = [HealthWarnings, SampleLog, GracefulPreemption]
         if kwargs.get("enable_progress_bar") is not False:
