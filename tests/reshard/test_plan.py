@@ -175,3 +175,12 @@ def test_budget_below_a_row_names_the_budget_that_would_do():
         plan_transfer(source, destination, topology=ONE_NODE, rank=0, staging_budget_bytes=30)
     plan = plan_transfer(source, destination, topology=ONE_NODE, rank=0, staging_budget_bytes=32)
     assert plan.staging_peak_bytes == 32
+
+
+def test_budget_below_one_element_is_refused_too():
+    box = Box("a", (0, 0), (1, 1), "a", (0, 0))
+    held = LocalLayout((LocalTensor("a", (1, 1), "float32"),), (box,))
+    tensors = {"a": CanonicalTensor("a", (1, 1), "any")}
+    sides = ExplicitPlacement([held, EMPTY], tensors), ExplicitPlacement([EMPTY, held], tensors)
+    with pytest.raises(ValueError, match=r"staging_budget_bytes = 4 is too small: a, .* at least 8"):
+        plan_transfer(*sides, topology=ONE_NODE, rank=0, staging_budget_bytes=4)

@@ -123,7 +123,7 @@ def assign_buckets(
             spans[name] = BucketSpan(current, 1)
         else:
             first = current + bool((fill > load).any())
-            parts = _parts(name, match, choices, itemsize, bucket_bytes)
+            parts = _parts(name, match, choices, itemsize, bucket_bytes, staging_budget_bytes)
             spans[name] = BucketSpan(first, parts)
             current, fill = first + parts, np.zeros(world_size, np.int64)
     return spans
@@ -146,7 +146,9 @@ def _staging(name: str, match: Match, choices: Choices) -> np.ndarray:
     return staging
 
 
-def _parts(name: str, match: Match, choices: Choices, itemsize: int, bucket_bytes: int) -> int:
+def _parts(
+    name: str, match: Match, choices: Choices, itemsize: int, bucket_bytes: int, staging_budget_bytes: int
+) -> int:
     """Into how many parts pieces must be cut so that no rank's share of a part exceeds a bucket."""
     pieces = [piece for piece in match.pieces if piece.remote]
     uses: Counter[tuple[int, Piece]] = Counter()
@@ -155,16 +157,20 @@ def _parts(name: str, match: Match, choices: Choices, itemsize: int, bucket_byte
         uses.update((rank, piece) for rank in takers_by_sender(choices, name, number, piece))
     longest = max(max(_extents(piece)) for piece in pieces)
     parts = 1
-    while parts < longest:
-        parts = min(2 * parts, longest)
+    while True:
         load: Counter[int] = Counter()
         for (rank, piece), count in uses.items():
             load[rank] += _largest_part(piece, parts) * itemsize * count
-        if max(load.values()) <= bucket_bytes:
+        need = max(load.values())
+        if need <= bucket_bytes:
             return parts
-    need = max(load.values())
+        if parts == longest:
+            break
+        parts = min(2 * parts, longest)
+    if need <= staging_budget_bytes // 2:
+        return parts
     raise ValueError(
-        f"staging_budget_bytes = {2 * bucket_bytes} is too small: {name}, cut into single rows, still takes {need} "
+        f"staging_budget_bytes = {staging_budget_bytes} is too small: {name}, cut into single rows, still takes {need} "
         f"bytes on a rank at once, in each of two buckets. Set it to at least {2 * need}."
     )
 
