@@ -52,15 +52,19 @@ class PolicyModule(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        return self.strategy.build_optimizer(
-            self.optimizer_config, total_steps=int(self.trainer.limit_train_batches) * self.updates_per_batch
-        )
+        return self.strategy.build_optimizer(self.optimizer_config, total_steps=self.total_steps)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return int(self.trainer.limit_train_batches) * self.updates_per_batch
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and not isinstance(self.trainer.limit_train_batches, int):
+        steps = self.trainer.limit_train_batches
+        if stage == "fit" and (not isinstance(steps, int) or steps < 1):
             raise ValueError(
-                f"trainer.limit_train_batches = {self.trainer.limit_train_batches}: set it to the number of rollout steps "
+                f"trainer.limit_train_batches = {steps}: set it to the number of rollout steps, at least 1 "
                 "(data is endless, so the run needs an end)"
             )
 
