@@ -12,6 +12,7 @@ _HOMES = {
     "ColocatedRLStrategy": "rlite.strategies",
     "GRPOModule": "rlite.modules",
     "MegatronPrecision": "rlite.strategies",
+    "PPOModule": "rlite.modules",
     "PromptDataModule": "rlite.data",
     "SFTDataModule": "rlite.data",
     "SFTModule": "rlite.modules",
@@ -22,7 +23,7 @@ __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
     from rlite.data import PromptDataModule, SFTDataModule
-    from rlite.modules import GRPOModule, SFTModule
+    from rlite.modules import GRPOModule, PPOModule, SFTModule
     from rlite.strategies import ColocatedRLStrategy, MegatronPrecision
 
 

@@ -145,6 +145,10 @@ LossFn = Callable[[Sequence[int], TokenScores], LossOutput]
 """(indices of the rows in this micro-batch, their scores with gradient) -> loss. Called once a micro-batch."""
 
 
+ValueLossFn = Callable[[Sequence[int], Tensor], LossOutput]
+"""The same for a critic: (row indices, fp32 values `[N]` with gradient, one for each trained token) -> loss."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """One optimizer step."""

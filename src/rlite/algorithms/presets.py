@@ -38,6 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "truncation_reward_scale": 0.0,
     },
     "lite_ppo": {"advantage": "batch_std", "aggregation": "token_mean"},
+    "ppo": {"aggregation": "token_mean"},
     "opo": {"loss": "reinforce", "advantage": "opo", "aggregation": "token_mean"},
     "gpg": {"loss": "reinforce", "advantage": "gpg", "aggregation": "token_mean"},
     "intellect2": {"dual_clip": 4.0, "kl_coef": 0.001, "aggregation": "token_mean"},

@@ -6,14 +6,23 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY
+from rlite.memory.phases import (
+    CRITIC,
+    CRITIC_GRADIENTS,
+    CRITIC_OPTIMIZER,
+    ENGINE,
+    GRADIENTS,
+    KV_CACHE,
+    OPTIMIZER,
+    POLICY,
+)
 from rlite.strategies.colocated import colocated
 
 OffloadPolicy = Literal["full", "optimizer_only", "none"]
 
 _MOVABLE: dict[OffloadPolicy, frozenset[str]] = {
-    "full": frozenset({POLICY, GRADIENTS, OPTIMIZER, ENGINE, KV_CACHE}),
-    "optimizer_only": frozenset({GRADIENTS, OPTIMIZER}),
+    "full": frozenset({POLICY, GRADIENTS, OPTIMIZER, CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER, ENGINE, KV_CACHE}),
+    "optimizer_only": frozenset({GRADIENTS, OPTIMIZER, CRITIC_GRADIENTS, CRITIC_OPTIMIZER}),
     "none": frozenset(),
 }
 

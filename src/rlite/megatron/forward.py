@@ -40,7 +40,7 @@ def token_scores(
     chunk = unwrap(model)
     if chunk.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    here_N, local_N = _local_positions(batch, hidden.device)
+    here_N, local_N = predicting_positions(batch, hidden.device)
     logprobs, entropy = vocab_parallel_logprobs(
         hidden.flatten(0, 1).index_select(0, local_N),
         chunk.output_weight(),
@@ -50,12 +50,10 @@ def token_scores(
         group=parallel_state.get_tensor_model_parallel_group(),
         chunk_tokens=chunk_tokens,
     )
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return TokenScores(logprobs=logprobs, entropy=entropy)
-    return TokenScores(logprobs=_collect(logprobs, here_N), entropy=_collect(entropy, here_N))
+    return TokenScores(logprobs=collect_tokens(logprobs, here_N), entropy=collect_tokens(entropy, here_N))
 
 
-def _local_positions(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+def predicting_positions(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
     """bool `[N]`: which predicting positions are on this context-parallel rank; and their flat index here."""
     cp, (num_rows, length) = parallel_state.get_context_parallel_world_size(), batch.tokens_BS.shape
     if cp == 1:
@@ -68,11 +66,13 @@ def _local_positions(batch: MicroBatch, device: torch.device) -> tuple[Tensor, T
     return here_N, (position_N * num_rows + batch.predict_N % num_rows)[here_N]
 
 
-def _collect(values: Tensor, here_N: Tensor) -> Tensor:
+def collect_tokens(values: Tensor, here_N: Tensor) -> Tensor:
     """All N values from those of each context-parallel rank.
 
     The gradient of a rank's values is its own slice: every rank computes the same loss, and Megatron's data-parallel
     reduction sums the weights' gradients over context-parallel ranks.
     """
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return values
     scattered_N = values.new_zeros(here_N.numel()).masked_scatter(here_N, values)
     return reduce_from_tensor_model_parallel_region(scattered_N, group=parallel_state.get_context_parallel_group())

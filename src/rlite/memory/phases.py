@@ -1,7 +1,7 @@
 """The phase machine: what may live on the device now, and the one safe order in which it changes.
 
 ```
-IDLE ──> GENERATE ──> REFERENCE ──> LOGPROB ──> TRAIN ──> GENERATE ...
+IDLE ──> GENERATE ──> REFERENCE ──> LOGPROB ──> CRITIC ──> TRAIN ──> GENERATE ...
 ```
 Entering a phase moves exactly the difference between what is on the device and what the phase may hold. Entering GENERATE:
 free gradients, optimizer to the host, wake engine weights, convert the policy's weights into them, policy off, wake the
@@ -25,6 +25,8 @@ class Phase(StrEnum):
     REFERENCE = "reference"
     """Reference weights in the place of the policy's."""
     LOGPROB = "logprob"
+    CRITIC = "critic"
+    """Values and updates of PPO's critic, without the policy."""
     TRAIN = "train"
 
 
@@ -34,27 +36,31 @@ class PhaseError(RuntimeError):
 
 POLICY, GRADIENTS, OPTIMIZER, REFERENCE = "policy_weights", "gradients", "optimizer_state", "reference_weights"
 ENGINE, KV_CACHE = "engine_weights", "kv_cache"
+CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER = "critic_weights", "critic_gradients", "critic_optimizer_state"
 
 HOLDS: dict[Phase, frozenset[str]] = {
     Phase.IDLE: frozenset({POLICY, OPTIMIZER}),
     Phase.GENERATE: frozenset({ENGINE, KV_CACHE}),
     Phase.REFERENCE: frozenset({REFERENCE}),
     Phase.LOGPROB: frozenset({POLICY}),
+    Phase.CRITIC: frozenset({CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER}),
     Phase.TRAIN: frozenset({POLICY, GRADIENTS, OPTIMIZER}),
 }
 """What each phase may hold when everything may be offloaded."""
 
 NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.GENERATE, Phase.REFERENCE, Phase.LOGPROB, Phase.TRAIN}),
-    Phase.GENERATE: frozenset({Phase.IDLE, Phase.REFERENCE, Phase.LOGPROB, Phase.TRAIN}),
-    Phase.REFERENCE: frozenset({Phase.IDLE, Phase.LOGPROB, Phase.TRAIN}),
-    Phase.LOGPROB: frozenset({Phase.IDLE, Phase.GENERATE, Phase.REFERENCE, Phase.TRAIN}),
-    Phase.TRAIN: frozenset({Phase.IDLE, Phase.GENERATE}),
+    Phase.IDLE: frozenset({Phase.GENERATE, Phase.REFERENCE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
+    Phase.GENERATE: frozenset({Phase.IDLE, Phase.REFERENCE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
+    Phase.REFERENCE: frozenset({Phase.IDLE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
+    Phase.LOGPROB: frozenset({Phase.IDLE, Phase.GENERATE, Phase.REFERENCE, Phase.CRITIC, Phase.TRAIN}),
+    Phase.CRITIC: frozenset({Phase.IDLE, Phase.TRAIN}),
+    Phase.TRAIN: frozenset({Phase.IDLE, Phase.GENERATE, Phase.CRITIC}),
 }
 """Legal moves."""
 
-_LEAVE_ORDER = (KV_CACHE, ENGINE, GRADIENTS, OPTIMIZER, REFERENCE, POLICY)
-_ENTER_ORDER = (ENGINE, REFERENCE, POLICY, OPTIMIZER, GRADIENTS, KV_CACHE)
+_CRITIC = (CRITIC_GRADIENTS, CRITIC_OPTIMIZER, CRITIC)
+_LEAVE_ORDER = (KV_CACHE, ENGINE, GRADIENTS, *_CRITIC, OPTIMIZER, REFERENCE, POLICY)
+_ENTER_ORDER = (ENGINE, REFERENCE, POLICY, OPTIMIZER, GRADIENTS, *reversed(_CRITIC), KV_CACHE)
 
 
 class PhaseMachine:
@@ -135,7 +141,7 @@ class PhaseMachine:
 
     def _enter_generate(self) -> None:
         holds = HOLDS[Phase.GENERATE]
-        for name in (GRADIENTS, OPTIMIZER, REFERENCE):
+        for name in (GRADIENTS, *_CRITIC, OPTIMIZER, REFERENCE):
             self._offload(name, holds)
         self._onload(ENGINE)
         if POLICY in self.residents:

@@ -91,6 +91,9 @@ class GRPOModule(PolicyModule):
                 f"model.batch.group_size = {self.batch.group_size}: advantage = {self.algorithm.advantage} compares the "
                 "completions of a prompt with each other, so it needs at least 2"
             )
+        self._check_replay()
+
+    def _check_replay(self) -> None:
         if self.algorithm.router_replay == "R2" and self.updates_per_batch == 1:
             raise ValueError(
                 "model.algorithm.router_replay = R2 has no effect with one update a rollout: it would replay what the trainer "
@@ -207,17 +210,7 @@ class GRPOModule(PolicyModule):
         rewards_B = shape_rewards(
             everyone.rewards_B, everyone.lengths_B, everyone.truncated_B, config, max_tokens=batch.sampling.max_tokens
         )
-        values = compute_advantages(
-            rewards_B,
-            groups_B,
-            everyone.lengths_B,
-            config,
-            reward_table=everyone.reward_table_BK,
-            weights=torch.tensor(self.rewards.weights),
-            token_kl_N=everyone.token_kl_N,
-        )
-        if values.shape == groups_B.shape:
-            values = expand_rows(values, everyone.lengths_B)
+        values = self._estimate(experience, everyone, rewards_B, mine)
         experience.advantages = list(values.float().split(everyone.lengths_B.tolist()))[mine]
         keep_B = trainable_rows(everyone.rewards_B, groups_B, everyone.truncated_B, config)
         experience.keep_B = keep_B[mine]
@@ -226,6 +219,20 @@ class GRPOModule(PolicyModule):
             rollout.advantage = float(tokens.mean()) if len(tokens) else 0.0
         metrics = step_metrics(everyone, groups_B, self.rewards.names)
         return metrics | summarize_metrics(advantage_metrics(values))
+
+    def _estimate(self, experience: Experience, everyone: StepFacts, rewards_B: Tensor, mine: slice) -> Tensor:
+        """Advantages of every token of all ranks, `[N]`, from the shaped rewards; `mine` are this rank's completions."""
+        groups_B = torch.arange(len(rewards_B)) // self.batch.group_size
+        values = compute_advantages(
+            rewards_B,
+            groups_B,
+            everyone.lengths_B,
+            self.algorithm,
+            reward_table=everyone.reward_table_BK,
+            weights=torch.tensor(self.rewards.weights),
+            token_kl_N=everyone.token_kl_N,
+        )
+        return expand_rows(values, everyone.lengths_B) if values.shape == groups_B.shape else values
 
     def _step_facts(self, batch: RolloutBatch, token_kl_N: Tensor | None = None) -> list[StepFacts]:
         """Of every data-parallel rank, in order."""

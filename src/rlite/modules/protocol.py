@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from rlite.megatron.options import OptimizerConfig
 from rlite.memory import Phase
-from rlite.types import LossFn, TokenRow, TokenScores, UpdateResult
+from rlite.types import LossFn, TokenRow, TokenScores, UpdateResult, ValueLossFn
 
 
 class StopwatchLike(Protocol):
@@ -30,6 +31,8 @@ class PolicyStrategy(Protocol):
 
     def build_optimizer(self, config: OptimizerConfig, *, total_steps: int) -> dict[str, Any]: ...
 
+    def build_critic(self, config: OptimizerConfig, *, total_steps: int) -> None: ...
+
     def keep_reference(self) -> None: ...
 
     def enter(self, phase: Phase) -> None: ...
@@ -41,6 +44,10 @@ class PolicyStrategy(Protocol):
     def score_reference(self, rows: Sequence[TokenRow], *, temperature: float) -> list[TokenScores]: ...
 
     def update(self, rows: Sequence[TokenRow], loss_fn: LossFn, *, temperature: float) -> UpdateResult: ...
+
+    def score_values(self, rows: Sequence[TokenRow]) -> list[Tensor]: ...
+
+    def update_critic(self, rows: Sequence[TokenRow], loss_fn: ValueLossFn) -> UpdateResult: ...
 
     def drain_metrics(self) -> dict[str, float]: ...
 

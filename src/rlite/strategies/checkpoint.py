@@ -3,6 +3,7 @@
 ```
 rollout-50.ckpt/
   sharded/      weights and optimizer state, Megatron's distributed checkpoint: loads under another layout too
+  critic/       the same of PPO's critic
   trainer.pt    Lightning's part: loops, data position, callbacks, learning-rate schedule
   COMPLETE      written last: without it the directory is not a checkpoint
 ```
@@ -11,6 +12,7 @@ rollout-50.ckpt/
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +46,13 @@ class RunCheckpoint:
             "run directory with checkpoints/last.ckpt"
         )
 
-    def save(self, trainer_state: dict[str, Any], policy: "PolicyState") -> None:
-        """Writes everything under a temporary name, then renames: a save that dies leaves the previous one as it was."""
+    def save(
+        self, trainer_state: dict[str, Any], policy: "PolicyState", *, also: Callable[[Path], None] | None = None
+    ) -> None:
+        """Writes everything under a temporary name, then renames: a save that dies leaves the previous one as it was.
+
+        `also` writes more into the directory; every rank calls it.
+        """
         from rlite.megatron.checkpoint import save_sharded
 
         partial = self.path.with_name(f".{self.path.name}.partial")
@@ -54,6 +61,8 @@ class RunCheckpoint:
             (partial / "sharded").mkdir(parents=True)
         dist.barrier()
         save_sharded(partial / "sharded", list(policy.chunks), policy.optimizer)
+        if also is not None:
+            also(partial)
         if dist.get_rank() == 0:
             torch.save(trainer_state, partial / "trainer.pt")
             facts = {

@@ -34,10 +34,11 @@ from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory import Ledger, Phase, PhaseMachine, phase_metrics
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
+from rlite.strategies.critic import CriticState
 from rlite.strategies.policy import PolicyState, has_weights
 from rlite.strategies.precision import MegatronPrecision
 from rlite.strategies.timing import Stopwatch
-from rlite.types import LossFn, TokenRow, TokenScores, UpdateResult
+from rlite.types import LossFn, TokenRow, TokenScores, UpdateResult, ValueLossFn
 
 
 class ColocatedRLStrategy(ParallelStrategy):
@@ -70,6 +71,7 @@ class ColocatedRLStrategy(ParallelStrategy):
         """Set by the rollout callback, with where the engine's ranks keep which weights."""
         self.engine_placement: Callable[[Architecture], Placement] | None = None
         self._policy: PolicyState | None = None
+        self._critic: CriticState | None = None
         self._wants_reference = False
 
     # -- processes ---------------------------------------------------------------------------------------------------
@@ -166,6 +168,10 @@ class ColocatedRLStrategy(ParallelStrategy):
         """Wraps the chunks for data parallelism and builds Megatron's distributed optimizer and LR schedule."""
         return self.policy.build_optimizer(config, total_steps=total_steps)
 
+    def build_critic(self, config: OptimizerConfig, *, total_steps: int) -> None:
+        """A value model for PPO with the policy's layout and its weights of this moment; both are on the device for it."""
+        self._critic = CriticState(self.policy, config, total_steps=total_steps)
+
     def keep_reference(self) -> None:
         """Asks for the weights that the run starts from to be kept as the reference; before the policy is built."""
         self._wants_reference = True
@@ -223,6 +229,22 @@ class ColocatedRLStrategy(ParallelStrategy):
         self.phases.require(Phase.TRAIN, action="an optimizer step")
         step = self._lightning_optimizers[0].step  # counts trainer.global_step and fires the hooks
         return self.policy.runner.update(rows, loss_fn, temperature=temperature, step=step)
+
+    @property
+    def critic(self) -> CriticState:
+        if self._critic is None:
+            raise RuntimeError("there is no critic: PPOModule builds one for training")
+        return self._critic
+
+    def score_values(self, rows: Sequence[TokenRow]) -> list[Tensor]:
+        """fp32 values of the trained tokens of each row under the critic, without gradient."""
+        self.phases.require(Phase.CRITIC, action="scoring with the critic")
+        return self.critic.runner.values(rows)
+
+    def update_critic(self, rows: Sequence[TokenRow], loss_fn: ValueLossFn) -> UpdateResult:
+        """One optimizer step of the critic; `trainer.global_step` counts only those of the policy."""
+        self.phases.require(Phase.CRITIC, action="an optimizer step of the critic")
+        return self.critic.update(rows, loss_fn)
 
     def drain_metrics(self) -> dict[str, float]:
         """`timing_s/*` and `perf/phase/*` since the last call: seconds of this rank, bytes of the rank with the most."""
@@ -299,11 +321,22 @@ class ColocatedRLStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a directory; see `RunCheckpoint`. Every rank calls it."""
         self.phases.require(Phase.IDLE, Phase.TRAIN, action="saving a checkpoint")
-        RunCheckpoint(self.broadcast(str(filepath))).save(checkpoint, self.policy)
+        also = self._save_critic if self._critic is not None else None
+        RunCheckpoint(self.broadcast(str(filepath))).save(checkpoint, self.policy, also=also)
+
+    def _save_critic(self, directory: Path) -> None:
+        phase = self.phases.phase
+        self.enter(Phase.CRITIC)
+        self.critic.save(directory / "critic")
+        self.enter(phase)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return RunCheckpoint(self.broadcast(str(checkpoint_path))).load(self.policy)
+        checkpoint = RunCheckpoint(self.broadcast(str(checkpoint_path)))
+        state = checkpoint.load(self.policy)
+        if self._critic is not None:
+            self.critic.load(checkpoint.path / "critic")
+        return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -34,6 +34,9 @@ class PolicyState:
         ValueError: an architecture or layout that is not supported.
     """
 
+    WEIGHTS, OPTIMIZER, GRADIENTS = POLICY, OPTIMIZER, GRADIENTS
+    """Names of the residents."""
+
     def __init__(
         self,
         policy_dir: str,
@@ -44,18 +47,21 @@ class PolicyState:
         phases: PhaseMachine,
         initialize: bool = True,
     ) -> None:
-        from rlite.megatron.model import build_policy
-
         self.dir, self.layout, self.options, self.phases = Path(policy_dir), layout, options, phases
         self.params_dtype = params_dtype
         self.hf_config = read_hf_config(self.dir)
         self.architecture = Architecture.from_config(self.hf_config)
-        self.chunks: torch.nn.ModuleList = build_policy(
-            self.hf_config, layout, options=options, params_dtype=params_dtype, initialize=initialize
-        )
+        self.chunks: torch.nn.ModuleList = self._build_chunks(initialize)
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._runner: Any = None
+
+    def _build_chunks(self, initialize: bool) -> torch.nn.ModuleList:
+        from rlite.megatron.model import build_policy
+
+        return build_policy(
+            self.hf_config, self.layout, options=self.options, params_dtype=self.params_dtype, initialize=initialize
+        )
 
     @staticmethod
     def build_groups(layout: ParallelLayout, device: torch.device, *, seed: int) -> str | None:
@@ -121,7 +127,7 @@ class PolicyState:
         self.scheduler = LrScheduler(self.optimizer)
         self._runner = None
         self.register_residents()
-        self.phases.register(FlatBuffers(GRADIENTS, flat_gradients(self.chunks), contents="scratch"))
+        self.phases.register(FlatBuffers(self.GRADIENTS, flat_gradients(self.chunks), contents="scratch"))
         return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self.scheduler}}
 
     def register_residents(self) -> None:
@@ -129,10 +135,10 @@ class PolicyState:
         from rlite.megatron.buffers import flat_optimizer_state, flat_parameters
 
         if self.optimizer is None:
-            self.phases.register(FlatBuffers(POLICY, (p.data for p in self.chunks.parameters())))
+            self.phases.register(FlatBuffers(self.WEIGHTS, (p.data for p in self.chunks.parameters())))
         else:
-            self.phases.register(FlatBuffers(POLICY, flat_parameters(self.chunks)))
-            self.phases.register(FlatBuffers(OPTIMIZER, flat_optimizer_state(self.optimizer)))
+            self.phases.register(FlatBuffers(self.WEIGHTS, flat_parameters(self.chunks)))
+            self.phases.register(FlatBuffers(self.OPTIMIZER, flat_optimizer_state(self.optimizer)))
 
     def keep_reference(self) -> None:
         """Copies the weights as they are now to the host; phase REFERENCE puts them in the policy's place."""
@@ -144,10 +150,13 @@ class PolicyState:
     def runner(self) -> Any:
         """Scores and updates rows with these chunks."""
         if self._runner is None:
-            from rlite.megatron.runner import PolicyRunner
-
-            self._runner = PolicyRunner(list(self.chunks), self.layout, options=self.options, optimizer=self.optimizer)
+            self._runner = self._build_runner()
         return self._runner
+
+    def _build_runner(self) -> Any:
+        from rlite.megatron.runner import PolicyRunner
+
+        return PolicyRunner(list(self.chunks), self.layout, options=self.options, optimizer=self.optimizer)
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
