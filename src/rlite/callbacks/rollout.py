@@ -12,13 +12,16 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from rlite.callbacks.dynamic_sampling import GroupPool
+from rlite.callbacks.engine_memory import EngineMemory
+from rlite.device import DeviceKind
+from rlite.callbacks.conversion import EP2TPConversion
 from rlite.layout.architecture import Architecture
 from rlite.layout.catalogue import catalogue
 from rlite.layout.hf import hf_boxes
 from rlite.layout.parallel import EngineLayout
 from rlite.layout.placement import ExplicitPlacement, Placement
 from rlite.layout.vllm import VLLMPlacement
-from rlite.memory import CallableResident, Phase
+from rlite.memory import Phase
 from rlite.memory.phases import ENGINE, KV_CACHE
 from rlite.rollout.config import TransformersConfig, VLLMConfig
 from rlite.rollout.engine import GenerationRequest, RolloutEngine
@@ -52,6 +55,8 @@ class RolloutCallback(Callback):
             by groups of the next `batch_size` prompts of the data, up to so many rounds in all. What is still missing
             then is filled with what there is. Prompts drawn for a round count as consumed, also for a resumed run.
     """
+
+    engine_config: VLLMConfig | TransformersConfig
 
     def __init__(
         self,
@@ -98,10 +103,11 @@ class RolloutCallback(Callback):
             log_dir.mkdir(parents=True, exist_ok=True)
             log_file = log_dir / f"engine_rank{strategy.global_rank}.log"
             record_experts = _replays_engine(module)
+            strategy.enter(Phase.VACANT)
             engine = self.build_engine(module.policy_dir, strategy, log_file, record_experts=record_experts)
-            engine.sleep()
-            _register(strategy, engine)
             strategy.engine = engine
+            kind = DeviceKind(strategy.root_device.type)
+            EngineMemory(engine, strategy.phases, kind=kind, max_model_len=self.engine_config.max_model_len)
             strategy.engine_placement = lambda architecture: self.placement(architecture, strategy.world_size)
         return strategy.engine
 
@@ -110,6 +116,11 @@ class RolloutCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.engine_layout.validate(colocated(trainer).world_size)
+        if not any(isinstance(callback, EP2TPConversion) for callback in trainer.callbacks):
+            raise ValueError(
+                f"{type(self).__name__} needs its weights from somewhere: add rlite.callbacks.EP2TPConversion to "
+                "trainer.callbacks"
+            )
         if stage == "fit" and self.max_sampling_rounds > 1 and pl_module.batch.group_size < 2:
             raise ValueError(
                 f"max_sampling_rounds = {self.max_sampling_rounds} of the rollout callback needs model.batch.group_size of "
@@ -356,25 +367,3 @@ class TransformersRollout(RolloutCallback):
 def _replays_engine(module: LightningModule) -> bool:
     algorithm = getattr(module, "algorithm", None)  # modules without a reinforcement-learning objective have none
     return algorithm is not None and algorithm.router_replay == "R3"
-
-
-def _register(strategy: ColocatedRLStrategy, engine: RolloutEngine) -> None:
-    """The engine's weights and KV cache become residents of the phase machine."""
-    strategy.phases.register(
-        CallableResident(
-            ENGINE,
-            onload=engine.wake_weights,
-            offload=engine.sleep,
-            device_bytes=lambda: engine.weight_bytes,
-            on_device=lambda: engine.weight_bytes > 0,
-        )
-    )
-    strategy.phases.register(
-        CallableResident(
-            KV_CACHE,
-            onload=engine.wake_kv_cache,
-            offload=engine.sleep,  # vLLM sleeps whole
-            device_bytes=lambda: engine.kv_cache_bytes,
-            on_device=lambda: engine.kv_cache_bytes > 0,
-        )
-    )

@@ -89,7 +89,7 @@ class RLiteCLI(LightningCLI):
             seed_everything_default=0,
             auto_configure_optimizers=False,
             parser_class=RLiteParser,
-            parser_kwargs={"prog": "rlite", **{name: {"allow_abbrev": False} for name in self.subcommands()}},
+            parser_kwargs={"prog": "rlite", "allow_abbrev": False},
             load_from_checkpoint_support=False,
         )
 

@@ -1,6 +1,7 @@
 """Finds the key that a user meant."""
 
 import difflib
+import inspect
 import re
 from typing import Any
 
@@ -11,41 +12,36 @@ _PATTERNS = (
     re.compile(r"[Oo]ption ['\"]([\w.+-]+)['\"] is not accepted"),
     re.compile(r"unexpected keyword argument ['\"]([\w.+-]+)['\"]"),
 )
+_FEW = 20
+"""A parser with at most this many keys has all of them listed when none is near."""
 
 
 def add_nearest_key(message: str, parser: Any) -> str:
-    """`message` with "did you mean ...?" when it complains about an unknown key."""
-    if "Did you mean" in message:
-        return message  # a nested parser said it already
-    for pattern in _PATTERNS:
-        if found := pattern.search(message):
-            key = found[1]
-            known = known_keys(parser)
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.3) or difflib.get_close_matches(
-                key.rsplit(".", 1)[-1], known, n=1, cutoff=0.3
-            )
-            if near:
-                return f"{message}\nDid you mean {near[0]!r}?"
-    return message
+    """`message` with "Did you mean ...?" when it complains about an unknown key.
+
+    The keys of the parser that complains come first: a nested one knows those of its class.
+    """
+    found = next((match for pattern in _PATTERNS if (match := pattern.search(message))), None)
+    if found is None or "Did you mean" in message or "Known keys" in message:
+        return message  # nothing to add, or a nested parser did
+    own = sorted({action.dest for action in parser._actions if action.dest not in ("help", "config", "subcommand")})
+    key = found[1]
+    for known, cutoff in ((own, 0.5), (class_keys(), 0.6)):
+        names = {name.rsplit(".", 1)[-1]: name for name in known} | {name: name for name in known}
+        near = difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+        near = near or difflib.get_close_matches(key.rsplit(".", 1)[-1], names, n=1, cutoff=cutoff)
+        if near:
+            return f"{message}\nDid you mean '{names[near[0]]}'?"
+    return f"{message}\nKnown keys: {', '.join(own)}" if len(own) <= _FEW else message
 
 
-def known_keys(parser: Any) -> list[str]:
-    """Every option of the parser and of the classes that its configs name, with and without their prefixes."""
-    import inspect
+def class_keys() -> list[str]:
+    """Constructor arguments of every public class that a config can name."""
+    from rlite import callbacks, data, loggers, modules, strategies
 
-    from rlite import callbacks, data, modules, strategies
-
-    keys = {action.dest for action in parser._actions if action.dest not in ("help", "config")}
-    for package in (callbacks, data, modules, strategies):
-        for name in package.__all__:
-            thing = getattr(package, name)
-            if inspect.isclass(thing):
-                for base in thing.__mro__:
-                    if base.__module__.startswith("rlite"):
-                        keys |= {
-                            p
-                            for p in inspect.signature(base.__init__).parameters
-                            if p not in ("self", "kwargs", "args")
-                        }
-                        keys |= set(getattr(base, "__dataclass_fields__", ()))
-    return sorted(keys | {key.rsplit(".", 1)[-1] for key in keys})
+    classes = [getattr(package, name) for package in (callbacks, data, modules, strategies) for name in package.__all__]
+    classes = [thing for thing in [*classes, loggers.RunLogger] if inspect.isclass(thing)]
+    owners = {base for thing in classes for base in thing.__mro__ if base.__module__.startswith("rlite")}
+    return sorted(
+        {p for owner in owners for p in inspect.signature(owner.__init__).parameters} - {"self", "args", "kwargs"}
+    )
