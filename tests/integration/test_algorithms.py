@@ -1,0 +1,55 @@
+"""Every preset, and a user's own loss, in whole runs."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlite.algorithms import PRESETS
+from tests.helpers.world import run_world
+from tests.integration.runs import _command, logger, metrics, rlite
+
+COMMON = (
+    "fit", "--config", "configs/grpo_demo_cpu.yaml", "--data.batch_size=4", "--model.batch={group_size: 4, minibatches: 2}",
+    "--model.init_from=null", "--trainer.limit_train_batches=2", "--trainer.enable_checkpointing=false",
+    "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_tokens: 4}}]",
+)  # fmt: skip
+
+
+def _run_all(folder: Path) -> None:
+    """One after the other in the same processes."""
+    for preset in PRESETS:
+        _command((*COMMON, f"--model.algorithm={preset}", logger(folder / preset)))
+
+
+@pytest.mark.slow
+def test_every_preset_trains(tmp_path: Path) -> None:
+    run_world(2, _run_all, tmp_path, timeout_s=900)
+    for preset in PRESETS:
+        rows = metrics(tmp_path / preset)
+        assert len(rows) == 2, preset
+        for row in rows:
+            assert math.isfinite(row["loss"]), preset
+            assert row["grad_norm"] > 0, preset
+            assert row["updates_skipped"] == 0, preset
+
+
+def test_a_users_loss_by_its_path_in_a_yaml_file(tmp_path: Path) -> None:
+    """It is REINFORCE, scaled: twice the scale is twice the gradient."""
+    norms = []
+    for scale in (1.0, 2.0):
+        config = tmp_path / f"loss{scale}.yaml"
+        algorithm = {"loss": "tests.integration.losses.ScaledReinforce", "loss_args": {"scale": scale}}
+        config.write_text(yaml.safe_dump({"model": {"init_args": {"algorithm": algorithm}}}))
+        folder = tmp_path / f"scale{scale}"
+        rlite(
+            *COMMON,
+            "--config",
+            str(config),
+            "--trainer.limit_train_batches=1",
+            "--model.batch.minibatches=1",
+            logger(folder),
+        )
+        norms.append(metrics(folder)[0]["grad_norm"])
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
