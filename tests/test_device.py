@@ -24,3 +24,14 @@ def test_the_cpu_has_memory_but_no_streams() -> None:
     device.empty_cache(kind)
     device.synchronize(kind)
     assert buffer.shape == (16,) and buffer.dtype == torch.uint8 and not buffer.is_pinned()
+
+
+def test_the_peak_of_the_resident_set_starts_anew() -> None:
+    device.reset_peak(DeviceKind.CPU)
+    before = device.peak_resident_bytes()
+    large = torch.ones(2**24)  # 64 MiB
+    high = device.peak_resident_bytes()
+    assert high > before + large.nbytes // 2
+    del large
+    device.reset_peak(DeviceKind.CPU)
+    assert device.peak_resident_bytes() < high - 2**25

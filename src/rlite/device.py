@@ -4,13 +4,18 @@ Everything is a thin forward to torch; on the CPU the memory calls answer from t
 """
 
 import contextlib
+import ctypes
 import importlib.util
 from contextlib import AbstractContextManager
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_libc = ctypes.CDLL(None)
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 class DeviceKind(StrEnum):
@@ -61,12 +66,12 @@ def _runtime(kind: DeviceKind) -> Any:
 
 def allocated_bytes(kind: DeviceKind) -> int:
     """Bytes held by live tensors; on the CPU the resident set of this process."""
-    return _resident_bytes() if kind is DeviceKind.CPU else int(_runtime(kind).memory_allocated())
+    return resident_bytes() if kind is DeviceKind.CPU else int(_runtime(kind).memory_allocated())
 
 
 def peak_bytes(kind: DeviceKind) -> int:
-    """Most bytes held since `reset_peak`; on the CPU the current resident set (its peak cannot be reset)."""
-    return _resident_bytes() if kind is DeviceKind.CPU else int(_runtime(kind).max_memory_allocated())
+    """Most bytes held since `reset_peak`; on the CPU the largest resident set."""
+    return peak_resident_bytes() if kind is DeviceKind.CPU else int(_runtime(kind).max_memory_allocated())
 
 
 def free_bytes(kind: DeviceKind) -> int:
@@ -79,8 +84,11 @@ def free_bytes(kind: DeviceKind) -> int:
 
 
 def reset_peak(kind: DeviceKind) -> None:
+    """Both `peak_bytes` and `peak_resident_bytes` count from now on."""
     if kind.is_accelerator:
         _runtime(kind).reset_peak_memory_stats()
+    if _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")  # see proc(5)
 
 
 def empty_cache(kind: DeviceKind) -> None:
@@ -115,7 +123,22 @@ def wait_stream(stream: Any | None, kind: DeviceKind) -> None:
         _runtime(kind).current_stream().wait_stream(stream)
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Host memory that this process holds: its resident set."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident set since `reset_peak`, where the system keeps one (Linux); else the current one."""
+    if not _STATUS.exists():
+        return resident_bytes()
+    peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) * 1024
+
+
+def return_free_memory() -> None:
+    """Gives freed host memory back to the system: glibc keeps blocks of up to 32 MiB for itself otherwise."""
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from rlite.memory import CallableResident, FlatBuffers, Ledger, Phase, PhaseError, PhaseMachine
+from rlite.memory import CallableResident, FlatBuffers, Ledger, OffloadPolicy, Phase, PhaseError, PhaseMachine
 from rlite.memory.phases import ENGINE, GRADIENTS, HOLDS, KV_CACHE, OPTIMIZER, POLICY, REFERENCE
 
 EVERYTHING = frozenset({POLICY, GRADIENTS, OPTIMIZER, ENGINE, KV_CACHE})
+FULL, NOTHING = OffloadPolicy(name="full"), OffloadPolicy(name="none")
 
 
 class FakeEngine:
@@ -31,9 +32,7 @@ class FakeEngine:
         self.weights = self.kv = False
 
 
-def machine(
-    movable: frozenset[str] = EVERYTHING, *, reference: bool = False
-) -> tuple[PhaseMachine, FakeEngine, list[str]]:
+def machine(offload: OffloadPolicy = FULL, *, reference: bool = False) -> tuple[PhaseMachine, FakeEngine, list[str]]:
     diary: list[str] = []
     engine, phases = FakeEngine(diary), PhaseMachine(Ledger())
     policy = FlatBuffers(POLICY, [torch.ones(4)])
@@ -52,7 +51,7 @@ def machine(
             )
         )
     phases.set_conversion(lambda: diary.append("convert"))
-    phases.movable = movable
+    phases.offload_policy = offload
     return phases, engine, diary
 
 
@@ -90,7 +89,7 @@ def test_the_kv_cache_and_the_policy_are_never_on_the_device_together() -> None:
 
 
 def test_with_nothing_movable_everything_stays_and_weights_are_still_converted() -> None:
-    phases, _, diary = machine(frozenset())
+    phases, _, diary = machine(NOTHING)
     phases.enter(Phase.GENERATE)
     phases.enter(Phase.TRAIN)
     phases.enter(Phase.GENERATE)
@@ -99,7 +98,7 @@ def test_with_nothing_movable_everything_stays_and_weights_are_still_converted()
 
 
 def test_the_reference_takes_the_policys_place_even_when_nothing_else_moves() -> None:
-    phases, _, _ = machine(frozenset(), reference=True)
+    phases, _, _ = machine(NOTHING, reference=True)
     phases.enter(Phase.REFERENCE)
     assert phases.residents[REFERENCE].on_device and not phases.residents[POLICY].on_device
     phases.enter(Phase.LOGPROB)
@@ -178,6 +177,46 @@ def test_an_action_in_the_wrong_phase_says_which_one_it_needs() -> None:
         phases.require(Phase.TRAIN, action="an optimizer step")
 
 
+def test_a_vacant_device_holds_nothing_that_may_leave_and_leads_to_generation() -> None:
+    phases, _, _ = machine()
+    registered = {name: phases.residents.pop(name) for name in (ENGINE, KV_CACHE)}
+    phases.enter(Phase.VACANT)
+    assert phases.held_bytes() == 0, "an engine is built now"
+    phases.residents |= registered
+    phases.enter(Phase.GENERATE)
+    assert on_device(phases) == HOLDS[Phase.GENERATE]
+
+
+def test_a_vacant_device_keeps_what_may_not_leave() -> None:
+    phases, _, _ = machine(NOTHING)
+    phases.enter(Phase.VACANT)
+    assert on_device(phases) == {POLICY, GRADIENTS, OPTIMIZER}
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "stays"),
+    [
+        (64, {POLICY, GRADIENTS, OPTIMIZER}),
+        (63, {POLICY, OPTIMIZER}),
+        (48, {POLICY, OPTIMIZER}),
+        (47, {POLICY}),
+        (15, set()),
+    ],
+)
+def test_a_budget_moves_gradients_then_optimizer_then_policy(budget_bytes: int, stays: set[str]) -> None:
+    phases, _, _ = machine(OffloadPolicy(name="budget", budget_bytes=budget_bytes))
+    for _ in range(2):  # the choice depends on sizes, not on where things are
+        phases.enter(Phase.GENERATE)
+        assert on_device(phases) == stays | {ENGINE, KV_CACHE}
+        phases.enter(Phase.TRAIN)
+
+
+@pytest.mark.parametrize("settings", [{"name": "some"}, {"name": "budget"}, {"name": "full", "budget_bytes": 1}])
+def test_an_offload_policy_that_makes_no_sense_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"MemoryOffload\.policy = "):
+        OffloadPolicy(**settings)
+
+
 def test_the_ledger_books_moved_bytes_and_the_peak_of_a_transition() -> None:
     phases, _, _ = machine()
     phases.enter(Phase.GENERATE)
@@ -186,3 +225,16 @@ def test_the_ledger_books_moved_bytes_and_the_peak_of_a_transition() -> None:
     assert entry.device_bytes[ENGINE] + entry.device_bytes[KV_CACHE] == 1100 == entry.total_device_bytes
     assert entry.transition_peak_bytes == 1100
     assert phases.ledger.entries == []
+
+
+def test_every_move_is_booked_in_order_with_what_was_held_after_it() -> None:
+    phases, _, _ = machine()
+    phases.enter(Phase.GENERATE)
+    moves = phases.ledger.drain()[0].moves
+    assert [(m.resident, m.direction, m.copied_bytes, m.held_bytes) for m in moves] == [
+        (GRADIENTS, "offload", 0, 48),
+        (OPTIMIZER, "offload", 32, 16),
+        (ENGINE, "onload", 0, 116),
+        (POLICY, "offload", 16, 100),
+        (KV_CACHE, "onload", 0, 1100),
+    ]

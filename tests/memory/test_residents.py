@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlite import device
 from rlite.memory import FlatBuffers
 
 
@@ -58,3 +59,30 @@ def test_weights_that_are_off_the_device_cannot_become_a_reference() -> None:
     policy.offload()
     with pytest.raises(RuntimeError, match="off the device"):
         policy.frozen_copy("reference")
+
+
+def test_an_onload_that_fails_leaves_nothing_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    buffers = FlatBuffers("weights", [first, second])
+    buffers.offload()
+
+    def no_memory(copies: object) -> int:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(buffers, "_move", no_memory)
+        with pytest.raises(MemoryError):
+            buffers.onload()
+    assert (buffers.on_device, buffers.device_bytes()) == (False, 0)
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
+    buffers.onload()
+    assert torch.equal(second, torch.ones(4)), "the copy on the host survived"
+
+
+def test_freed_buffers_leave_the_resident_set() -> None:
+    """Blocks of less than 32 MiB that glibc would keep."""
+    tensors = [torch.ones(2**20) for _ in range(24)]  # 4 MiB each
+    buffers = FlatBuffers("gradients", tensors, contents="scratch")
+    before = device.resident_bytes()
+    buffers.offload()
+    assert before - device.resident_bytes() > 0.9 * buffers.full_bytes()

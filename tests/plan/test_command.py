@@ -133,14 +133,14 @@ def test_reads_what_a_run_would_do():
     config["model"]["init_args"]["algorithm"] = {"preset": "dapo", "kl_coef": 0.01}
     plan = job_from_config(config, cluster=Cluster(world_size=256))
     assert (
-        plan.needs_reference and plan.scores_policy and plan.train_dtype == "bfloat16" and plan.offload_policy == "full"
+        plan.needs_reference and plan.scores_policy and plan.train_dtype == "bfloat16" and plan.offload.name == "full"
     )
     assert (plan.layout.tp, plan.layout.pp, plan.layout.ep) == (4, 16, 16)
     assert (plan.engine.tp, plan.prompts_per_step, plan.max_completion_tokens) == (32, 512, 4096)
     config["model"]["init_args"]["batch"] = {"group_size": 8}
     assert not job_from_config(config, cluster=Cluster(world_size=256)).scores_policy, "one update is on-policy"
     del config["trainer"]["callbacks"][2]
-    assert job_from_config(config, cluster=Cluster(world_size=256)).offload_policy == "none"
+    assert job_from_config(config, cluster=Cluster(world_size=256)).offload.name == "none"
     config["trainer"]["strategy"] = "colocated_rl"
     assert job_from_config(config, cluster=Cluster(world_size=256)).layout.pp == 1
 

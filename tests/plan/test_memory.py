@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rlite.callbacks.offload import _MOVABLE
 from rlite.layout.parallel import ParallelLayout
-from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY, REFERENCE, Phase
+from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY, REFERENCE, OffloadPolicy, Phase
 from rlite.plan import memory as plan_module
-from rlite.plan.job import MOVABLE
 from rlite.plan.memory import plan_memory, stage_span
 from tests.plan.jobs import DSV3, MIB, QWEN3, flagship, job
 
@@ -57,22 +55,25 @@ def test_moved_bytes_are_the_copies_between_device_and_host():
 
 
 def test_without_offload_everything_stays():
-    phases = _phases(offload_policy="none")
+    phases = _phases(offload=OffloadPolicy(name="none"))
     everything = {POLICY, GRADIENTS, OPTIMIZER, ENGINE, KV_CACHE}
     assert all(set(phase.residents) == everything for phase in phases.values())
     assert all(phase.moved_bytes == 0 for phase in phases.values())
-    some = _phases(offload_policy="optimizer_only")
+    some = _phases(offload=OffloadPolicy(name="optimizer_only"))
     assert set(some[Phase.GENERATE].residents) == {POLICY, ENGINE, KV_CACHE}
+
+
+def test_a_budget_keeps_on_the_device_what_fits_it():
+    held = _phases()[Phase.TRAIN].residents
+    some = _phases(offload=OffloadPolicy(name="budget", budget_bytes=held[POLICY] + held[OPTIMIZER]))
+    assert set(some[Phase.GENERATE].residents) == {POLICY, OPTIMIZER, ENGINE, KV_CACHE}
+    assert some[Phase.GENERATE].moved_bytes == 0
 
 
 def test_training_peak_includes_the_optimizer_step():
     train = _phases(prompts_per_step=1)[Phase.TRAIN]
     assert train.peak_bytes == max(train.held_bytes, train.step_peak_bytes)
     assert train.step_peak_bytes == sum(train.residents.values()) + train.residents[OPTIMIZER] // 2
-
-
-def test_offload_policies_are_those_of_the_callback():
-    assert MOVABLE == _MOVABLE
 
 
 def test_ranks_of_a_kind_share_one_plan():
@@ -112,7 +113,7 @@ def test_layout_that_does_not_cover_the_world_or_the_model_is_refused():
     with pytest.raises(ValueError, match="61 layers on pp = 16"):
         job(DSV3, world_size=256, layout=ParallelLayout(pp=16, ep=16))
     with pytest.raises(ValueError, match=r"MemoryOffload\.policy = 'some'"):
-        job(offload_policy="some")
+        job(offload=OffloadPolicy(name="some"))
 
 
 def test_stage_spans():

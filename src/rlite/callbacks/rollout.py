@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
+from rlite.callbacks.conversion import EP2TPConversion
 from rlite.callbacks.dynamic_sampling import GroupPool
 from rlite.callbacks.engine_memory import EngineMemory
 from rlite.device import DeviceKind
-from rlite.callbacks.conversion import EP2TPConversion
 from rlite.layout.architecture import Architecture
 from rlite.layout.catalogue import catalogue
 from rlite.layout.hf import hf_boxes

@@ -1,18 +1,24 @@
 """Who is on the device in which phase."""
 
-from rlite.memory.ledger import Ledger, PhaseEntry, phase_metrics
-from rlite.memory.phases import Phase, PhaseError, PhaseMachine
+from rlite.memory.budget import DeviceBudget
+from rlite.memory.ledger import Ledger, Move, PhaseEntry
+from rlite.memory.metrics import LeakCheck, PhaseMetrics
+from rlite.memory.phases import OffloadPolicy, Phase, PhaseError, PhaseMachine
 from rlite.memory.residents import CallableResident, FlatBuffers, HostArena, Resident
 
 __all__ = [
     "CallableResident",
+    "DeviceBudget",
     "FlatBuffers",
     "HostArena",
+    "LeakCheck",
     "Ledger",
+    "Move",
+    "OffloadPolicy",
     "Phase",
     "PhaseEntry",
     "PhaseError",
     "PhaseMachine",
+    "PhaseMetrics",
     "Resident",
-    "phase_metrics",
 ]

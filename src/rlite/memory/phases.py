@@ -1,7 +1,7 @@
 """The phase machine: what may live on the device now, and the one safe order in which it changes.
 
 ```
-IDLE ──> GENERATE ──> REFERENCE ──> LOGPROB ──> CRITIC ──> TRAIN ──> GENERATE ...
+IDLE ──> VACANT ──> GENERATE ──> REFERENCE ──> LOGPROB ──> CRITIC ──> TRAIN ──> GENERATE ...
 ```
 Entering a phase moves exactly the difference between what is on the device and what the phase may hold. Entering GENERATE:
 free gradients, optimizer to the host, wake engine weights, convert the policy's weights into them, policy off, wake the
@@ -9,10 +9,13 @@ KV cache. Weights come before the KV cache always, or both would have to fit bes
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
-from rlite.memory.ledger import Ledger
+from rlite.memory.budget import DeviceBudget
+from rlite.memory.ledger import Ledger, Move
 from rlite.memory.residents import Resident
 
 
@@ -21,6 +24,8 @@ class Phase(StrEnum):
 
     IDLE = "idle"
     """Training state on the device, no gradients, engine asleep: start-up and checkpoints."""
+    VACANT = "vacant"
+    """Nothing that may leave is on the device: an engine that is being built takes what it likes."""
     GENERATE = "generate"
     REFERENCE = "reference"
     """Reference weights in the place of the policy's."""
@@ -40,6 +45,7 @@ CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER = "critic_weights", "critic_gradients
 
 HOLDS: dict[Phase, frozenset[str]] = {
     Phase.IDLE: frozenset({POLICY, OPTIMIZER}),
+    Phase.VACANT: frozenset(),
     Phase.GENERATE: frozenset({ENGINE, KV_CACHE}),
     Phase.REFERENCE: frozenset({REFERENCE}),
     Phase.LOGPROB: frozenset({POLICY}),
@@ -49,7 +55,8 @@ HOLDS: dict[Phase, frozenset[str]] = {
 """What each phase may hold when everything may be offloaded."""
 
 NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.GENERATE, Phase.REFERENCE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
+    Phase.IDLE: frozenset({Phase.VACANT, Phase.GENERATE, Phase.REFERENCE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
+    Phase.VACANT: frozenset({Phase.IDLE, Phase.GENERATE}),
     Phase.GENERATE: frozenset({Phase.IDLE, Phase.REFERENCE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
     Phase.REFERENCE: frozenset({Phase.IDLE, Phase.LOGPROB, Phase.CRITIC, Phase.TRAIN}),
     Phase.LOGPROB: frozenset({Phase.IDLE, Phase.GENERATE, Phase.REFERENCE, Phase.CRITIC, Phase.TRAIN}),
@@ -63,6 +70,48 @@ _LEAVE_ORDER = (KV_CACHE, ENGINE, GRADIENTS, *_CRITIC, OPTIMIZER, REFERENCE, POL
 _ENTER_ORDER = (ENGINE, REFERENCE, POLICY, OPTIMIZER, GRADIENTS, *reversed(_CRITIC), KV_CACHE)
 
 
+MOVABLE: dict[str, frozenset[str]] = {
+    "full": frozenset({POLICY, GRADIENTS, OPTIMIZER, CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER, ENGINE, KV_CACHE}),
+    "budget": frozenset({ENGINE, KV_CACHE}),  # and of the training state as much as the budget asks for
+    "optimizer_only": frozenset({GRADIENTS, OPTIMIZER, CRITIC_GRADIENTS, CRITIC_OPTIMIZER}),
+    "none": frozenset(),
+}
+"""Residents that may leave the device under each policy."""
+
+_CHEAPEST_TO_MOVE = (GRADIENTS, *_CRITIC, OPTIMIZER, POLICY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPolicy:
+    """Which residents leave the device when a phase does not need them. Raises ValueError for a name that is not known."""
+
+    name: str = "none"
+    """A key of `MOVABLE`."""
+    budget_bytes: int = 0
+    """Under `budget`: training state that may stay on the device in every phase; what is cheapest to move goes first."""
+
+    def __post_init__(self) -> None:
+        if self.name not in MOVABLE:
+            raise ValueError(f"MemoryOffload.policy = {self.name!r}: use one of {', '.join(MOVABLE)}")
+        if (self.name == "budget") != (self.budget_bytes > 0):
+            raise ValueError(
+                f"MemoryOffload.policy = {self.name!r} with a budget of {self.budget_bytes} bytes: set budget_gib > 0 with "
+                "policy 'budget', and only there"
+            )
+
+    def movable(self, residents: Mapping[str, Resident]) -> frozenset[str]:
+        """Names of the residents that leave. Depends on their sizes, never on where they are now."""
+        names = MOVABLE[self.name]
+        if self.name != "budget":
+            return names
+        staying = {name: residents[name].full_bytes() for name in _CHEAPEST_TO_MOVE if name in residents}
+        while staying and sum(staying.values()) > self.budget_bytes:
+            name = next(iter(staying))
+            del staying[name]
+            names |= {name}
+        return names
+
+
 class PhaseMachine:
     """Owns the phase and the residents. One on each rank; all ranks move together.
 
@@ -74,12 +123,28 @@ class PhaseMachine:
         self.phase = Phase.IDLE
         self.ledger = ledger
         self.residents: dict[str, Resident] = {}
-        self.movable: frozenset[str] = frozenset()
-        """Residents that may leave the device; set by `MemoryOffload`. The others stay where they are."""
+        self.offload_policy = OffloadPolicy()
+        """Set by `MemoryOffload`; what it does not move stays where it is."""
+        self.budget: DeviceBudget | None = None
+        """Set by `MemoryOffload`: from it the KV cache is sized anew in every rollout."""
         self.has_unstepped_gradients: Callable[[], bool] = lambda: False
         """True while gradients are accumulated and not yet stepped."""
         self._convert: Callable[[], None] | None = None
         self._fault: str | None = None
+
+    @property
+    def movable(self) -> frozenset[str]:
+        """Residents that leave the device in phases that do not hold them."""
+        return self.offload_policy.movable(self.residents)
+
+    @property
+    def has_failed(self) -> bool:
+        """True after a transition that failed half way, until one succeeds."""
+        return self._fault is not None
+
+    def held_bytes(self) -> int:
+        """What all residents hold on the device now."""
+        return sum(resident.device_bytes() for resident in self.residents.values())
 
     def register(self, resident: Resident) -> None:
         self.residents[resident.name] = resident
@@ -167,12 +232,29 @@ class PhaseMachine:
         if name == POLICY and REFERENCE in holds:
             must_leave = True
         if name in self.residents and name not in holds and must_leave:
-            self.ledger.moved(self.residents[name].offload())
+            self._move(name, "offload")
 
     def _onload(self, name: str) -> None:
         if name in self.residents:
-            self.ledger.moved(self.residents[name].onload())
-            self.ledger.observe(self.residents)
+            self._move(name, "onload")
+
+    def _move(self, name: str, direction: Literal["onload", "offload"]) -> None:
+        resident, started_s = self.residents[name], time.perf_counter()
+        was_on_device = resident.on_device
+        copied = resident.onload() if direction == "onload" else resident.offload()
+        if resident.on_device != was_on_device:
+            seconds = time.perf_counter() - started_s
+            held = self.held_bytes()
+            self.ledger.moved(
+                Move(
+                    resident=name,
+                    direction=direction,
+                    copied_bytes=copied,
+                    started_s=started_s,
+                    seconds=seconds,
+                    held_bytes=held,
+                )
+            )
 
     def describe(self) -> str:
         """The phase in a few words, with the transition that failed if one did."""

@@ -10,6 +10,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rlite import device
+
 Contents = Literal["mutable", "constant", "scratch"]
 """mutable: copied to the host when it leaves and back when it returns. constant: never changes on the device, so it is
 only copied in. scratch: worthless when it leaves (gradients), comes back as zeros."""
@@ -33,6 +35,10 @@ class Resident(Protocol):
         ...
 
     def device_bytes(self) -> int: ...
+
+    def full_bytes(self) -> int:
+        """What it holds when it is on the device, as far as is known."""
+        ...
 
     def host_bytes(self) -> int: ...
 
@@ -86,7 +92,10 @@ class FlatBuffers:
         return self._on_device
 
     def device_bytes(self) -> int:
-        return sum(self._sizes_bytes) if self._on_device else 0
+        return self.full_bytes() if self._on_device else 0
+
+    def full_bytes(self) -> int:
+        return sum(self._sizes_bytes)
 
     def host_bytes(self) -> int:
         return self._arena.nbytes() if self._arena is not None else 0
@@ -95,25 +104,36 @@ class FlatBuffers:
         if not self._on_device:
             return 0
         moved = self._copy_to_host() if self.contents == "mutable" else 0
-        for view in self._views:
-            view.untyped_storage().resize_(0)
+        self._free()
         self._on_device = False
         return moved
 
     def onload(self) -> int:
         if self._on_device:
             return 0
+        try:
+            moved = self._fill()
+        except Exception:
+            self._free()  # or half of it would stay, in no book
+            raise
+        self._on_device = True
+        return moved
+
+    def _fill(self) -> int:
         for view, size in zip(self._views, self._sizes_bytes, strict=True):
             view.untyped_storage().resize_(size)
         if self.contents == "scratch":
             for view in self._views:
                 view.zero_()
-            moved = 0
-        else:
-            assert self._arena is not None
-            moved = self._move([(v, b) for v, b in zip(self._views, self._arena.blocks, strict=True)])
-        self._on_device = True
-        return moved
+            return 0
+        assert self._arena is not None
+        return self._move([(v, b) for v, b in zip(self._views, self._arena.blocks, strict=True)])
+
+    def _free(self) -> None:
+        for view in self._views:
+            view.untyped_storage().resize_(0)
+        if any(view.is_cpu for view in self._views):
+            device.return_free_memory()
 
     def _copy_to_host(self) -> int:
         if self._arena is None:
@@ -150,6 +170,7 @@ class CallableResident:
         self.name = name
         self._onload, self._offload = onload, offload
         self._device_bytes, self._is_on_device = device_bytes, on_device
+        self._full_bytes = 0
 
     @property
     def on_device(self) -> bool:
@@ -166,7 +187,13 @@ class CallableResident:
         return 0
 
     def device_bytes(self) -> int:
-        return self._device_bytes() if self.on_device else 0
+        held = self._device_bytes() if self.on_device else 0
+        self._full_bytes = held or self._full_bytes
+        return held
+
+    def full_bytes(self) -> int:
+        """What it held when it was last seen on the device."""
+        return self.device_bytes() or self._full_bytes
 
     def host_bytes(self) -> int:
         return 0

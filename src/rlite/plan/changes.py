@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rlite.memory.phases import OffloadPolicy
 from rlite.plan.generation import kv_bytes_per_token
 from rlite.plan.job import PlanJob
 from rlite.plan.memory import MemoryPlan, plan_memory
@@ -99,8 +100,8 @@ def _change(job: PlanJob, key: str, value: str | int, cost: float, **fields: obj
 
 
 def _offload(job: PlanJob) -> Iterator[Change]:
-    if job.offload_policy != "full":
-        yield from _change(job, "MemoryOffload.policy", "full", 0.01, offload_policy="full")
+    if job.offload.name != "full":
+        yield from _change(job, "MemoryOffload.policy", "full", 0.01, offload=OffloadPolicy(name="full"))
     half = job.staging_budget_bytes // 2
     if half >= _LEAST_STAGING_BYTES:
         yield from _change(job, "EP2TPConversion.staging_budget_bytes", half, 0.02, staging_budget_bytes=half)

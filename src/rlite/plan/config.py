@@ -10,6 +10,7 @@ from rlite.algorithms.presets import algorithm_config
 from rlite.config import BatchConfig
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.options import MegatronOptions
+from rlite.memory.phases import OffloadPolicy
 from rlite.plan.job import Cluster, PlanJob
 from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES
 from rlite.rollout.config import TransformersConfig, VLLMConfig
@@ -55,7 +56,7 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         max_completion_tokens=sampling.max_tokens,
         needs_reference=objective.needs_ref_logprobs,
         scores_policy=moves_away or objective.needs_old_logprobs,
-        offload_policy=callbacks["MemoryOffload"].get("policy", "full") if "MemoryOffload" in callbacks else "none",
+        offload=_offload_policy(callbacks.get("MemoryOffload")),
         staging_budget_bytes=callbacks.get("EP2TPConversion", {}).get(
             "staging_budget_bytes", DEFAULT_STAGING_BUDGET_BYTES
         ),
@@ -106,6 +107,14 @@ def _settings(kind: type[Settings], values: Any) -> Settings:
         raise ValueError(f"{kind.__name__}.{unknown[0]}: unknown setting; known: {', '.join(sorted(known))}")
     listed = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     return kind(**listed)
+
+
+def _offload_policy(arguments: Config | None) -> OffloadPolicy:
+    if arguments is None:
+        return OffloadPolicy(name="none")
+    return OffloadPolicy(
+        name=arguments.get("policy", "full"), budget_bytes=int((arguments.get("budget_gib") or 0) * 2**30)
+    )
 
 
 def _train_dtype(precision: Any) -> Any:

@@ -9,18 +9,11 @@ from rlite.layout.architecture import Architecture
 from rlite.layout.megatron import pipeline_places
 from rlite.layout.parallel import EngineLayout, ParallelLayout
 from rlite.megatron.options import MegatronOptions
-from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY
+from rlite.memory.phases import OffloadPolicy
 from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES
 from rlite.rollout.config import TransformersConfig, VLLMConfig
 
 GIB = 2**30
-
-MOVABLE: dict[str, frozenset[str]] = {
-    "full": frozenset({POLICY, GRADIENTS, OPTIMIZER, ENGINE, KV_CACHE}),
-    "optimizer_only": frozenset({GRADIENTS, OPTIMIZER}),
-    "none": frozenset(),
-}
-"""Residents that leave the device under each `MemoryOffload.policy`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +80,8 @@ class PlanJob:
     needs_reference: bool = False
     scores_policy: bool = True
     """Whether the trainer scores the completions before the first update, every step."""
-    offload_policy: str = "full"
-    """`MemoryOffload.policy`; `none` without that callback."""
+    offload: OffloadPolicy = field(default_factory=lambda: OffloadPolicy(name="full"))
+    """Of `MemoryOffload`; `none` without that callback."""
     staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES
     throughput: Throughput = field(default_factory=Throughput)
 
@@ -96,9 +89,6 @@ class PlanJob:
         self.layout.validate(self.cluster.world_size)
         self.engine_layout.validate(self.cluster.world_size)
         pipeline_places(self.architecture.num_layers, self.layout)
-        if self.offload_policy not in MOVABLE:
-            known = ", ".join(MOVABLE)
-            raise ValueError(f"MemoryOffload.policy = {self.offload_policy!r}: rlite plan knows {known}")
 
     @property
     def architecture(self) -> Architecture:

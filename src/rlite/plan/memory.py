@@ -20,7 +20,7 @@ from rlite.plan.generation import (
     engine_working_bytes,
     kv_cache,
 )
-from rlite.plan.job import MOVABLE, PlanJob
+from rlite.plan.job import PlanJob
 from rlite.plan.training import Stage, TrainingBytes, TrainingModel, stages
 
 STAGING = "staging"
@@ -130,6 +130,9 @@ class PlannedResident:
     def device_bytes(self) -> int:
         return self.nbytes if self._on_device else 0
 
+    def full_bytes(self) -> int:
+        return self.nbytes
+
     def host_bytes(self) -> int:
         return self._host_bytes
 
@@ -180,7 +183,7 @@ def _residents(job: PlanJob, held: TrainingBytes, engine_bytes: int) -> list[Pla
 def _phases(job: PlanJob, residents: list[PlannedResident], working: WorkingBytes) -> tuple[PhasePlan, ...]:
     """The second of two rounds through the phases: the first one starts from IDLE."""
     machine = PhaseMachine(Ledger())
-    machine.movable = MOVABLE[job.offload_policy]
+    machine.offload_policy = job.offload
     for resident in residents:
         machine.register(resident)
     staging = machine.residents[STAGING]

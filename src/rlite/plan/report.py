@@ -102,7 +102,7 @@ def _heading(job: PlanJob) -> str:
             f"{job.num_microbatches} micro-batches of {job.microbatch_tokens} tokens an update",
             f"  generation  {engine}, {job.prompts_per_step} prompts x {job.batch.group_size}, "
             f"rows of at most {job.row_tokens} tokens",
-            f"  offload     {job.offload_policy}; {cluster.reserved_fraction:.0%} of a device is left to runtime and "
+            f"  offload     {job.offload.name}; {cluster.reserved_fraction:.0%} of a device is left to runtime and "
             f"communication: {show_size(cluster.usable_bytes)} usable",
         ]
     )

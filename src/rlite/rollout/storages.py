@@ -1,12 +1,11 @@
 """Freeing tensors in place: their storages are resized to nothing and back, so every reference to them stays valid."""
 
-import ctypes
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-_libc = ctypes.CDLL(None)
+from rlite.device import return_free_memory
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
@@ -35,9 +34,3 @@ class StorageSleeper:
         for storage, size_bytes in self._asleep:
             storage.resize_(size_bytes)
         self._asleep = []
-
-
-def return_free_memory() -> None:
-    """Gives freed host memory back to the system: glibc keeps blocks of up to 32 MiB for itself otherwise."""
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)

@@ -73,9 +73,11 @@ class CPUEngineMemory:
             config.cache_config.kv_cache_memory_bytes = budget_bytes
         try:
             kv_cache_config = self._core._initialize_kv_caches(config)
-        except ValueError as error:
+        except Exception as error:
             config.cache_config.kv_cache_memory_bytes = planned_bytes
             self._release_kv_cache()
+            if not isinstance(error, ValueError):
+                raise
             raise ValueError(
                 f"rollout: a KV cache of {budget_bytes or planned_bytes} bytes cannot serve max_model_len = "
                 f"{config.model_config.max_model_len}. Free more memory before generation or lower max_model_len. "

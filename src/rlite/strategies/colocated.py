@@ -31,7 +31,7 @@ from rlite.layout.architecture import Architecture
 from rlite.layout.parallel import ParallelLayout
 from rlite.layout.placement import Placement
 from rlite.megatron.options import MegatronOptions, OptimizerConfig
-from rlite.memory import Ledger, Phase, PhaseMachine, phase_metrics
+from rlite.memory import Ledger, Phase, PhaseMachine, PhaseMetrics
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
 from rlite.strategies.critic import CriticState
@@ -66,6 +66,7 @@ class ColocatedRLStrategy(ParallelStrategy):
         self.timeout_s = timeout_s
         self.num_nodes = 1
         self.phases = PhaseMachine(Ledger())
+        self._phase_metrics = PhaseMetrics()
         self.stopwatch = Stopwatch()
         self.engine: RolloutEngine | None = None
         """Set by the rollout callback, with where the engine's ranks keep which weights."""
@@ -109,6 +110,7 @@ class ColocatedRLStrategy(ParallelStrategy):
                 device.DeviceKind(self.root_device.type).backend,
                 timeout=timedelta(seconds=self.timeout_s),
             )
+        self.phases.ledger.kind = device.DeviceKind(self.root_device.type)
         found = PolicyState.build_groups(self.layout, self.root_device, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if found:
             rank_zero_info(found)
@@ -203,7 +205,7 @@ class ColocatedRLStrategy(ParallelStrategy):
 
     def enter(self, phase: Phase) -> None:
         """Moves the phase machine and books the time: weight sync apart from moving memory."""
-        if self.phases.phase is phase:
+        if self.phases.phase is phase and not self.phases.has_failed:
             return
         self.phases.enter(phase)
         entry = self.phases.ledger.entries[-1]
@@ -249,7 +251,7 @@ class ColocatedRLStrategy(ParallelStrategy):
     def drain_metrics(self) -> dict[str, float]:
         """`timing_s/*` and `perf/phase/*` since the last call: seconds of this rank, bytes of the rank with the most."""
         timing = {f"timing_s/{name}": seconds for name, seconds in self.stopwatch.drain().items()}
-        memory = phase_metrics(self.phases.ledger.drain())
+        memory = self._phase_metrics.of(self.phases.ledger.drain())
         if self.world_size > 1 and memory:
             values = torch.tensor(list(memory.values()), dtype=torch.float64)
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
