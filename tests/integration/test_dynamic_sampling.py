@@ -13,16 +13,15 @@ COMMON = (
 )  # fmt: skip
 
 
-def run(folder: Path, *overrides: str, rollouts: int = 2, rounds: int = 6) -> Path:
-    """The demo's callbacks with dynamic sampling."""
+def run(folder: Path, *overrides: str, rollouts: int = 2, rounds: int = 6) -> str:
+    """The demo's callbacks with dynamic sampling; what the run printed."""
     callbacks = (
         "--trainer.callbacks=[{class_path: rlite.callbacks.VLLMRollout, init_args: {engine: {tp: 2, dtype: float32, "
         "max_model_len: 32, kv_cache_memory_bytes: 33554432}, sampling: {max_tokens: 4}, "
         f"max_sampling_rounds: {rounds}}}}}, "
         "{class_path: rlite.callbacks.EP2TPConversion}, {class_path: rlite.callbacks.MemoryOffload}]"
     )
-    rlite(*COMMON, callbacks, f"--trainer.limit_train_batches={rollouts}", logger(folder), *overrides)
-    return folder
+    return rlite(*COMMON, callbacks, f"--trainer.limit_train_batches={rollouts}", logger(folder), *overrides)
 
 
 def prompts(folder: Path, step: int) -> list[str]:
@@ -40,13 +39,16 @@ def is_even(prompt: str) -> bool:
 @pytest.fixture(scope="module")
 def order(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """Prompts of each batch when nothing is replaced."""
-    folder = run(tmp_path_factory.mktemp("plain") / "run", rollouts=8, rounds=1)
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(folder, rollouts=8, rounds=1)
     return [prompts(folder, step) for step in range(8)]
 
 
 @pytest.fixture(scope="module")
 def dynamic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("dynamic") / "run")
+    folder = tmp_path_factory.mktemp("dynamic") / "run"
+    run(folder)
+    return folder
 
 
 def test_uniform_groups_are_replaced_by_those_of_the_next_prompts(order: list[list[str]], dynamic: Path) -> None:
@@ -76,7 +78,9 @@ def test_a_resumed_run_draws_the_prompts_an_uninterrupted_one_does(dynamic: Path
 
 
 def test_when_the_rounds_are_used_up_the_first_prompts_fill_the_batch(order: list[list[str]], tmp_path: Path) -> None:
-    folder = run(tmp_path / "run", "--model.rewards=[exact_match]", rollouts=1, rounds=2)
+    folder = tmp_path / "run"
+    printed = run(folder, "--model.rewards=[exact_match]", rollouts=1, rounds=2)
+    assert "warning, rollout 1: in 100% of the groups all rewards are equal" in printed
     row = metrics(folder)[0]
     assert (row["sampling/rounds"], row["sampling/dropped_groups"]) == (2, 4)
     assert row["frac_reward_zero_std"] == 1

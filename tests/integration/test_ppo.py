@@ -33,6 +33,7 @@ def test_the_critic_values_learns_and_leaves_the_device(ppo: Path) -> None:
     assert rows[0]["critic/explained_variance"] == pytest.approx(0, abs=1e-9)
     assert all(row["critic/grad_norm"] > 0 and row["grad_norm"] > 0 for row in rows)
     assert all(row["critic/loss"] >= 0 for row in rows)
+    assert "frac_reward_zero_std" not in rows[0], "every group is one completion"
     assert {"perf/phase/critic/device_peak_bytes", "timing_s/critic"} <= rows[0].keys()
 
 

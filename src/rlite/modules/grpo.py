@@ -218,6 +218,8 @@ class GRPOModule(PolicyModule):
         for rollout, tokens in zip(batch.rollouts, experience.advantages, strict=True):
             rollout.advantage = float(tokens.mean()) if len(tokens) else 0.0
         metrics = step_metrics(everyone, groups_B, self.rewards.names)
+        if self.batch.group_size == 1:  # a group of one says nothing about its spread
+            metrics = {k: v for k, v in metrics.items() if k not in ("frac_reward_zero_std", "reward/group_std_mean")}
         return metrics | summarize_metrics(advantage_metrics(values))
 
     def _estimate(self, experience: Experience, everyone: StepFacts, rewards_B: Tensor, mine: slice) -> Tensor:
