@@ -187,6 +187,14 @@ def test_sigmoid_gates_are_normalised_over_the_replayed_experts_and_ignore_the_b
     assert gates[0, 3].item() == pytest.approx(2.5 * float(scores[0] / scores.sum()), abs=1e-6)
 
 
+def test_a_router_that_does_not_ask_is_an_error_and_not_another_model() -> None:
+    hook = LayerReplay(3)
+    hook.begin(torch.tensor([[3, 1], [0, 1]]), keep_for_recompute=False)
+    topk_routing_with_score_function(LOGITS.clone(), 2)  # as a patched router would
+    with pytest.raises(RuntimeError, match="router of MoE layer 3 does not ask"):
+        hook.end()
+
+
 def test_recomputation_replays_micro_batches_in_order() -> None:
     hook = LayerReplay(0)
     wanted = [torch.tensor([[3, 1], [0, 1]]), torch.tensor([[0, 1], [2, 0]])]

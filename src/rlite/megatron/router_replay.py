@@ -31,7 +31,7 @@ class LayerReplay:
     def __init__(self, moe_layer: int) -> None:
         self.moe_layer = moe_layer
         self.chosen_TK: Tensor | None = None
-        """Experts of the last forward pass."""
+        """Experts of the last forward pass; None when the router did not ask."""
         self.mismatch: Tensor | None = None
         """fp64 `[2]`: fractions of experts that the live router would not have chosen, summed over tokens; replayed tokens."""
         self._wanted_TK: Tensor | None = None
@@ -40,13 +40,21 @@ class LayerReplay:
 
     def begin(self, wanted_TK: Tensor | None, *, keep_for_recompute: bool) -> None:
         """The next pass is a forward pass in which tokens go to `wanted_TK`; None: the router's own choice."""
-        self._wanted_TK, self._in_forward = wanted_TK, True
+        self._wanted_TK, self._in_forward, self.chosen_TK = wanted_TK, True, None
         if keep_for_recompute:
             self._for_recompute.append(wanted_TK)
 
     def end(self) -> None:
-        """What comes now is recomputation in the backward pass, of the micro-batches in the order of their forward passes."""
+        """What comes now is recomputation in the backward pass, of the micro-batches in the order of their forward passes.
+
+        Raises RuntimeError when the router never asked: it would have trained on other experts than the recorded ones.
+        """
         self._in_forward = False
+        if self._wanted_TK is not None and self.chosen_TK is None:
+            raise RuntimeError(
+                f"the router of MoE layer {self.moe_layer} does not ask for experts to replay: Megatron-core's top-k was "
+                "replaced (by a fused kernel or a patch for this device). Set model.algorithm.router_replay = none"
+            )
 
     def reset(self) -> None:
         """Forgets what was kept for a backward pass."""

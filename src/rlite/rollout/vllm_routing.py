@@ -22,7 +22,7 @@ class RoutingRecorder:
         self._chunks: dict[str, list[tuple[int, Tensor]]] = {}
         routers = [module.router for module in runner.model.modules() if _records(getattr(module, "router", None))]
         if not routers:
-            raise ValueError("capture_routing: the model has no expert router")
+            raise ValueError("model.algorithm.router_replay = R3: the model has no expert router to record")
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._hear, layer))
         self._execute_model = runner.execute_model
