@@ -13,6 +13,7 @@ SMALL = (
     "--model.init_from=null",
 )
 CONFIG = "configs/grpo_demo_cpu.yaml"
+TWO_UPDATES = "--model.batch.epochs=2"
 LENGTH = "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_tokens: 4}}]"
 """A reward that differs between the completions of a random policy."""
 
@@ -83,20 +84,31 @@ def test_the_same_seed_gives_the_same_completions_and_another_seed_others(demo: 
     assert texts(tmp_path / "again") == texts(demo) != texts(tmp_path / "other")
 
 
+LAYOUTS = {
+    "ep2": "ep: 2",
+    "tp2": "ep: 1, tp: 2, etp: 2",
+    "dp2": "ep: 1",
+    "pp2": "ep: 1, pp: 2, first_stage_layers: 1",
+    "cp2": "ep: 1, cp: 2",
+    "tp2ep2": "ep: 2, tp: 2, etp: 1",
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    folder = tmp_path_factory.mktemp("one") / "run"
+    layout = "--trainer.strategy.init_args.layout={ep: 1}"
+    return grpo(folder, layout, engine("VLLMRollout", "tp: 1"), LENGTH, TWO_UPDATES, world_size=1)[0]
+
+
 @pytest.mark.slow
-def test_one_process_ep2_tp2_and_dp2_compute_the_same_step(tmp_path: Path) -> None:
-    """Rewards, loss and gradient norm of the first rollout step do not depend on the training layout."""
-    layout = "--trainer.strategy.init_args.layout"
-    runs = {
-        "one": grpo(tmp_path / "one", f"{layout}={{ep: 1}}", engine("VLLMRollout", "tp: 1"), LENGTH, world_size=1),
-        "ep2": grpo(tmp_path / "ep2", LENGTH),
-        "tp2": grpo(tmp_path / "tp2", f"{layout}={{tp: 2, etp: 2, ep: 1}}", LENGTH),
-        "dp2": grpo(tmp_path / "dp2", f"{layout}={{ep: 1}}", LENGTH),
-    }
-    expected = runs.pop("one")[0]
-    for name, rows in runs.items():
-        for key in ("reward/mean", "loss", "grad_norm", "entropy"):
-            assert rows[0][key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), (name, key)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_whole_rl_step_does_not_depend_on_the_layout(layout: str, one_process: dict[str, float], tmp_path: Path) -> None:
+    """Rewards, log-probabilities, loss, gradient norm and the effect of the first update on the second."""
+    row = grpo(tmp_path / "run", f"--trainer.strategy.init_args.layout={{{layout}}}", LENGTH, TWO_UPDATES)[0]
+    for key in ("reward/mean", "loss", "grad_norm", "entropy", "ratio/max", "ratio/min"):
+        assert row[key] == pytest.approx(one_process[key], rel=1e-5, abs=1e-7), key
+    assert row["rollout/logprob_diff_max"] <= 1e-4
 
 
 def test_a_reference_at_the_start_has_no_kl_and_then_some(tmp_path: Path) -> None:
