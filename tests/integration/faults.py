@@ -2,9 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
+
+from rlite.strategies.checkpoint import RunCheckpoint
 
 _calls = 0
 
@@ -19,10 +22,20 @@ def length_and_sigterm(completion_ids: list[list[int]]) -> list[float]:
 
 
 class Signal(Callback):
-    """Sends SIGTERM to rank `rank` in rollout step 1, while generating or while updating."""
+    """Sends a signal to rank `rank` in a rollout step: while generating, updating or saving."""
 
-    def __init__(self, where: str, rank: int = 0) -> None:
-        self.where, self.rank = where, rank
+    def __init__(self, where: str, rank: int = 0, step: int = 1, signum: int = signal.SIGTERM) -> None:
+        self.where, self.rank, self.step, self.signum = where, rank, step, signum
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.where == "save":
+            replace = RunCheckpoint._replace
+
+            def killed(checkpoint: RunCheckpoint, partial: Path) -> None:
+                self._send(trainer, "save", phase="train")
+                replace(checkpoint, partial)
+
+            RunCheckpoint._replace = killed
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._step = batch_idx
@@ -32,9 +45,9 @@ class Signal(Callback):
         self._send(trainer, "update", phase="train")
 
     def _send(self, trainer: Any, where: str, *, phase: str) -> None:
-        if self._step == 1 and self.where == where and trainer.global_rank == self.rank:
+        if self._step == self.step and self.where == where and trainer.global_rank == self.rank:
             assert trainer.strategy.phases.phase == phase
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.signum)
 
 
 def raising(completions: list[str]) -> list[float]:

@@ -23,7 +23,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_greedy_completions_of_the_synced_engine_are_those_of_transformers_on_the_export(run: Path, tmp_path: Path) -> None:
+def test_greedy_completions_of_the_synced_engine_are_those_of_transformers_on_the_export(
+    run: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "hf"
     run_world(1, export, ["--ckpt", str(run), "--out", str(out)])
     predictions = tmp_path / "predict"

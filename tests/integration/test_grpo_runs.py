@@ -103,7 +103,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_whole_rl_step_does_not_depend_on_the_layout(layout: str, one_process: dict[str, float], tmp_path: Path) -> None:
+def test_a_whole_rl_step_does_not_depend_on_the_layout(
+    layout: str, one_process: dict[str, float], tmp_path: Path
+) -> None:
     """Rewards, log-probabilities, loss, gradient norm and the effect of the first update on the second."""
     row = grpo(tmp_path / "run", f"--trainer.strategy.init_args.layout={{{layout}}}", LENGTH, TWO_UPDATES)[0]
     for key in ("reward/mean", "loss", "grad_norm", "entropy", "ratio/max", "ratio/min"):

@@ -1,5 +1,8 @@
 """Stopping and going on: a resumed run samples, trains and logs what an uninterrupted one does."""
 
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,40 @@ def test_sigterm_in_any_phase_saves_exits_143_and_resumes_as_if_nothing_happened
     rlite(*COMMON, "--trainer.limit_train_batches=4", place, "--ckpt_path=last")
     assert samples(folder) == samples(uninterrupted)
     assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(uninterrupted)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "rank"), [("generate", 1), ("update", 0), ("save", 0)])
+def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(
+    where: str, rank: int, uninterrupted: Path, tmp_path: Path
+) -> None:
+    place = f"--trainer.logger.init_args={{save_dir: {tmp_path}, name: runs}}"
+    often = (
+        "--trainer.callbacks+={class_path: rlite.callbacks.RolloutCheckpoint, init_args: {every_n_rollouts: 1}}",
+        f"--trainer.callbacks+={{class_path: tests.integration.faults.Signal, init_args: "
+        f"{{where: {where}, rank: {rank}, step: 2, signum: {signal.SIGKILL:d}}}}}",
+    )
+    with pytest.raises(AssertionError):
+        rlite(*COMMON, "--trainer.limit_train_batches=4", place, *often)
+    folder = tmp_path / "runs" / "version_0"
+    assert metrics(folder)[-1]["rollout_step"] in (1, 2)
+    rlite(*COMMON, "--trainer.limit_train_batches=4", place, "--ckpt_path=last")
+    assert samples(folder) == samples(uninterrupted)
+    assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(uninterrupted)]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda path: (path / "COMPLETE").unlink(), "no COMPLETE marker"),
+        (lambda path: (path / "COMPLETE").write_text('{"format": 99}'), "has format 99"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_with_the_reason(
+    break_it: Callable[[Path], object], message: str, uninterrupted: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.ckpt"
+    shutil.copytree((uninterrupted / "checkpoints" / "last.ckpt").resolve(), copy)
+    break_it(copy)
+    with pytest.raises(AssertionError, match=message):
+        rlite(*COMMON, "--trainer.limit_train_batches=5", logger(tmp_path / "run"), f"--ckpt_path={copy}")
