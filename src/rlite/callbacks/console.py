@@ -20,7 +20,14 @@ _COLUMNS = (
     ("Δlogp", "rollout/logprob_diff_max", "{:.0e}"),
     ("grad", "grad_norm", "{:.2f}"),
 )
-_TIMES = (("gen", "generate"), ("logp", "logprob"), ("critic", "critic"), ("upd", "update"), ("sync", "sync"), ("move", "offload"))
+_TIMES = (
+    ("gen", "generate"),
+    ("logp", "logprob"),
+    ("critic", "critic"),
+    ("upd", "update"),
+    ("sync", "sync"),
+    ("move", "offload"),
+)
 
 
 class ConsoleProgress(ProgressBar):
