@@ -111,3 +111,13 @@ def _rng_after_groups() -> bool:
 
 def test_building_groups_leaves_the_random_generator_alone() -> None:
     assert run_world(1, _rng_after_groups) == [True]
+
+
+def _step_settings() -> list[tuple[bool, bool]]:
+    optimizer = bring_up(CONFIGS["deepseek_v3"], ParallelLayout()).runner.optimizer
+    return [(group["foreach"], group["fused"]) for part in optimizer.parts for group in part.optimizer.param_groups]
+
+
+def test_adamw_never_holds_temporaries_of_all_weights_together() -> None:
+    (settings,) = run_world(1, _step_settings)
+    assert settings and set(settings) == {(False, False)}, "on a CPU; CUDA has a fused kernel"

@@ -124,15 +124,15 @@ def test_activations_by_hand():
     assert layer_elements(plan, moe=False) == kept
     assert plan.microbatch_tokens == 4 * 64, "8 completions on 2 ranks, of the engine's longest length"
     (stage,) = stages(plan.architecture, plan.layout)
-    working = working_bytes(plan, stage, 0, optimizer_elements=10)
+    working = working_bytes(plan, stage, 0, largest_shard=10)
     assert working.train_activations == 4 * 256 * (2 * kept + 4 * 64)
     assert working.score_activations == 4 * 256 * (kept + 4 * 64)
     assert working.train_logits == 256 * 100 * 8 + 100 * 64 * 8
-    assert working.optimizer_step == 40
+    assert working.optimizer_step == 80
     full = replace(plan, megatron=MegatronOptions(recompute="full"))
     repeated = 2 * 64
     assert layer_elements(full, moe=False) == kept - repeated
-    assert working_bytes(full, stage, 0, optimizer_elements=10).train_activations == 4 * 256 * (
+    assert working_bytes(full, stage, 0, largest_shard=10).train_activations == 4 * 256 * (
         2 * 64 + kept - repeated + 4 * 64
     )
 

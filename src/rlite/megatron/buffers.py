@@ -56,7 +56,8 @@ def create_state(optimizer: McoreOptimizer) -> None:
                 if not state:
                     state.update({key: torch.zeros_like(parameter.data) for key in _MOMENTS})
                     if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-                        state["step"] = torch.zeros((), dtype=torch.float32)
+                        where = parameter.device if group["fused"] else "cpu"
+                        state["step"] = torch.zeros((), dtype=torch.float32, device=where)
 
 
 def _flatten_main_weights(part: MegatronOptimizer, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -74,6 +74,8 @@ class McoreOptimizer(torch.optim.Optimizer):
         self.last_step: StepResult | None = None
         for group in self.param_groups:
             group["lr"] = config.lr * config.lr_factor(0)
+        for part in self.parts:
+            _step_without_copies(part.optimizer)
 
     def __repr__(self) -> str:
         return f"McoreOptimizer({type(self.mcore).__name__}, lr={self.config.lr})"
@@ -132,6 +134,18 @@ class McoreOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             if parameters := part.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, grad_norm)
+
+
+def _step_without_copies(inner: torch.optim.Optimizer) -> None:
+    """torch's AdamW, which Megatron takes where neither Transformer Engine nor Apex is installed, one parameter at a time.
+
+    Its multi-tensor form holds temporaries of all parameters together: as much as a whole moment. CUDA has a fused
+    kernel without any.
+    """
+    if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        for group in inner.param_groups:
+            group["foreach"] = False
+            group["fused"] = all(parameter.is_cuda for parameter in group["params"])
 
 
 class LrScheduler:

@@ -25,10 +25,10 @@ class WorkingBytes:
     """One chunk of logits with its gradient, and the fp32 gradient of the LM head that the chunks add up."""
     score_logits: int
     optimizer_step: int
-    """Temporary fp32 copies that AdamW makes of this rank's share of a moment."""
+    """Two fp32 temporaries of one weight at a time: the denominator of AdamW, and its root."""
 
 
-def working_bytes(job: PlanJob, stage: Stage, stage_index: int, *, optimizer_elements: int) -> WorkingBytes:
+def working_bytes(job: PlanJob, stage: Stage, stage_index: int, *, largest_shard: int) -> WorkingBytes:
     """Of a rank on pipeline stage number `stage_index`."""
     itemsize, tokens = DTYPE_BYTES[job.train_dtype], job.microbatch_tokens / job.layout.cp
     layer = {"dense": layer_elements(job, moe=False), "moe": 0.0}
@@ -48,7 +48,7 @@ def working_bytes(job: PlanJob, stage: Stage, stage_index: int, *, optimizer_ele
         score_activations=int(tokens * itemsize * (largest + head)),
         train_logits=_logits_bytes(job, train=True) if head else 0,
         score_logits=_logits_bytes(job, train=False) if head else 0,
-        optimizer_step=4 * optimizer_elements,
+        optimizer_step=2 * 4 * largest_shard,
     )
 
 

@@ -147,7 +147,7 @@ def plan_memory(job: PlanJob) -> MemoryPlan:
     of_stage = []
     for index, stage in enumerate(all_stages):
         held = model.stage_bytes(stage)
-        of_stage.append((held, working_bytes(job, stage, index, optimizer_elements=held.optimizer_elements)))
+        of_stage.append((held, working_bytes(job, stage, index, largest_shard=held.largest_shard)))
     alike: dict[tuple[TrainingBytes, WorkingBytes, int], list[int]] = defaultdict(list)
     for rank in range(job.cluster.world_size):
         stage_index = job.layout.coordinates(rank, job.cluster.world_size).pp
@@ -161,7 +161,7 @@ def plan_memory(job: PlanJob) -> MemoryPlan:
         if len(engine_bytes) > 1:
             content += f", engine rank like {position}"
         classes.append(RankClass(content=content, stages=tuple(indices), ranks=tuple(ranks), phases=phases))
-    classes.sort(key=lambda rank_class: -rank_class.peak_bytes)
+    classes.sort(key=lambda rank_class: (-rank_class.peak_bytes, -sum(p.peak_bytes for p in rank_class.phases)))
     return MemoryPlan(classes=tuple(classes), usable_bytes=job.cluster.usable_bytes, kv=kv_cache(job))
 
 

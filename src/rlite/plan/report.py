@@ -125,15 +125,17 @@ def _residents(plan: Plan) -> str:
 
 
 def _classes(memory: MemoryPlan) -> str:
-    """One row for each kind of rank; kinds that show the same numbers share one."""
-    alike: dict[tuple[str, ...], list[RankClass]] = {}
+    """One row for stages of the same content, with the most that any of their ranks holds."""
+    alike: dict[str, list[RankClass]] = {}
     for c in memory.classes:
-        cells = (*(_bytes(p.peak_bytes) for p in c.phases), _bytes(memory.usable_bytes - c.peak_bytes))
-        alike.setdefault((c.content, *cells), []).append(c)
+        alike.setdefault(c.content, []).append(c)
     rows = []
-    for (content, *cells), classes in alike.items():
+    for content, classes in alike.items():
         stages = sorted(stage for c in classes for stage in c.stages)
-        rows.append([f"{stage_span(stages)}: {content}", str(sum(len(c.ranks) for c in classes)), *cells])
+        peaks = [max(p.peak_bytes for p in phase) for phase in zip(*(c.phases for c in classes), strict=True)]
+        count = sum(len(c.ranks) for c in classes)
+        cells = [_bytes(nbytes) for nbytes in (*peaks, memory.usable_bytes - max(peaks))]
+        rows.append([f"{stage_span(stages)}: {content}", str(count), *cells])
     header = ["peak by kind of rank", "ranks", *(str(p.phase).upper() for p in memory.classes[0].phases), "headroom"]
     return table(header, rows)
 

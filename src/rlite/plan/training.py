@@ -47,8 +47,8 @@ class TrainingBytes:
     """fp32, one for each weight of this rank."""
     optimizer: int
     """Two fp32 moments, and fp32 main weights when the weights are bf16; this rank's share, padding included."""
-    optimizer_elements: int
-    """Weights whose optimizer state this rank holds."""
+    largest_shard: int
+    """Elements of the largest piece of one weight whose optimizer state this rank can hold."""
 
 
 def two_layers(arch: Architecture) -> Architecture:
@@ -101,7 +101,7 @@ class TrainingModel:
             policy=elements * DTYPE_BYTES[self.job.train_dtype],
             gradients=4 * elements,
             optimizer=4 * copies * owned,
-            optimizer_elements=owned,
+            largest_shard=min(owned, max(max(bucket) for buffer in dense + experts for bucket in buffer)),
         )
 
     def _buffer(self, chunk: Chunk, *, experts: bool) -> list[Counter[int]]:
