@@ -56,7 +56,8 @@ def run_seeds(args: argparse.Namespace, folder: Path) -> dict[int, list[float]]:
             f"--trainer.limit_train_batches={args.rollouts}",
             "--trainer.enable_checkpointing=false",
         )
-        run = fit("configs/grpo_demo_cpu.yaml", folder / f"seed{seed}", args.timeout_s, *options)
+        config = "ppo" if args.preset == "ppo" else "grpo"  # the critic is another module
+        run = fit(f"configs/{config}_demo_cpu.yaml", folder / f"seed{seed}", args.timeout_s, *options)
         curves[seed] = rewards(run / "metrics.csv")
         start, final = ends(curves[seed])
         print(f"seed {seed}: {start:.3f} -> {final:.3f} in {time.perf_counter() - started:.0f} s", flush=True)

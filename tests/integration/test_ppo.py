@@ -7,7 +7,7 @@ import pytest
 from tests.integration.runs import logger, metrics, rlite, samples
 
 COMMON = (
-    "fit", "--config", "configs/grpo_demo_cpu.yaml", "--model=rlite.PPOModule", "--model.algorithm=ppo",
+    "fit", "--config", "configs/ppo_demo_cpu.yaml",
     "--model.init_from=null", "--model.optimizer.lr=1e-3", "--data.batch_size=8",
     "--model.batch={group_size: 1, minibatches: 2}",
     "--model.critic_optimizer={lr: 1.0e-2, warmup_steps: 2}",
