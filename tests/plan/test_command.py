@@ -134,7 +134,7 @@ def test_reads_what_a_run_would_do():
     assert (
         plan.needs_reference and plan.scores_policy and plan.train_dtype == "bfloat16" and plan.offload.name == "full"
     )
-    assert (plan.layout.tp, plan.layout.pp, plan.layout.ep) == (4, 16, 16)
+    assert (plan.layout.tp, plan.layout.pp, plan.layout.ep) == (2, 16, 16)
     assert (plan.engine.tp, plan.prompts_per_step, plan.max_completion_tokens) == (32, 512, 4096)
     config["model"]["init_args"]["batch"] = {"group_size": 8}
     assert not job_from_config(config, cluster=Cluster(world_size=256)).scores_policy, "one update is on-policy"

@@ -60,6 +60,13 @@ def test_page_is_one_well_formed_file_that_loads_nothing(tmp_path):
     assert page.count("<svg") == 4, "reward, mismatch, seconds, device memory: charts of what was logged, no others"
 
 
+def test_a_trace_of_the_run_is_linked(tmp_path):
+    run = make_run(tmp_path)
+    assert "trace.json" not in write_report(run).read_text()
+    (run / "trace.json").write_text("{}")
+    assert '<a href="trace.json" download>' in write_report(run).read_text()
+
+
 def test_what_models_wrote_is_escaped(tmp_path):
     attack = "</pre><script>alert(1)</script>"
     lines = [sample(0, 1, 1.0, prompt=attack), sample(0, 2, 0.0, completion=attack, rewards={attack: 1.0, "b": None})]

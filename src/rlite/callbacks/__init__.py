@@ -8,6 +8,7 @@ from rlite.callbacks.offload import MemoryOffload
 from rlite.callbacks.preemption import GracefulPreemption
 from rlite.callbacks.rollout import RolloutCallback, TransformersRollout, VLLMRollout
 from rlite.callbacks.samples import SampleLog
+from rlite.callbacks.trace import Trace
 
 __all__ = [
     "ConsoleProgress",
@@ -18,6 +19,7 @@ __all__ = [
     "RolloutCallback",
     "RolloutCheckpoint",
     "SampleLog",
+    "Trace",
     "TransformersRollout",
     "VLLMRollout",
 ]

@@ -20,6 +20,9 @@ def page(run: Run) -> str:
         cards = "".join(_card(panel) for panel in section.panels)
         parts.append(f'<h2>{escape(section.title)}</h2><div class="grid2">{cards}</div>')
     parts.append(_samples(run))
+    if run.traces:
+        links = ", ".join(f'<a href="{escape(name)}" download>{escape(name)}</a>' for name in run.traces)
+        parts.append(f'<p class="note">Time line of phases, transfers and memory, for ui.perfetto.dev: {links}</p>')
     if run.config:
         parts.append(f"<details><summary>Configuration</summary><pre>{escape(run.config)}</pre></details>")
     title = f"{run.directory.parent.name}/{run.directory.name}"

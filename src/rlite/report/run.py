@@ -44,6 +44,8 @@ class Run:
     """None when the run recorded none."""
     config: str
     """`config.yaml` as text; empty without one."""
+    traces: tuple[str, ...] = ()
+    """Files that `rlite.callbacks.Trace` wrote into the run directory."""
 
     def last(self, name: str) -> float | None:
         """Latest value of a metric."""
@@ -69,6 +71,7 @@ def read_run(directory: Path, *, num_samples: int = 4) -> Run:
         metrics=metrics,
         samples=read_samples(samples, count=num_samples) if samples.is_file() else None,
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        traces=tuple(sorted(path.name for path in directory.glob("trace*.json"))),
     )
 
 
