@@ -64,6 +64,7 @@ def test_a_reward_that_returns_nan_is_refused(tmp_path: Path) -> None:
 
 
 def test_generating_without_a_conversion_names_the_callback(tmp_path: Path) -> None:
-    callbacks = "--trainer.callbacks=[{class_path: rlite.callbacks.VLLMRollout, init_args: {engine: {tp: 2, dtype: float32, max_model_len: 32}}}]"
+    engine = "{tp: 2, dtype: float32, max_model_len: 32}"
+    callbacks = f"--trainer.callbacks=[{{class_path: rlite.callbacks.VLLMRollout, init_args: {{engine: {engine}}}}}]"
     with pytest.raises(AssertionError, match="EP2TPConversion"):
         rlite(*FIT, callbacks, logger(tmp_path / "run"))
