@@ -53,7 +53,9 @@ def test_only_the_vllm_files_import_vllm() -> None:
 
 def test_modules_know_neither_strategies_nor_callbacks() -> None:
     for path in files("modules"):
-        known = {name for name in imported(path) if name.startswith(("rlite.strategies", "rlite.callbacks", "rlite.cli"))}
+        known = {
+            name for name in imported(path) if name.startswith(("rlite.strategies", "rlite.callbacks", "rlite.cli"))
+        }
         assert not known, (path.name, known)
 
 

@@ -4,7 +4,7 @@ Public names are imported on first use, so that `import rlite` is instant.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -20,11 +20,6 @@ _HOMES = {
 }
 
 __all__ = ["__version__", *_HOMES]
-
-if TYPE_CHECKING:
-    from rlite.data import PromptDataModule, SFTDataModule
-    from rlite.modules import GRPOModule, PPOModule, SFTModule
-    from rlite.strategies import ColocatedRLStrategy, MegatronPrecision
 
 
 def __getattr__(name: str) -> Any:

@@ -111,5 +111,6 @@ class EngineLayout:
     def validate(self, world_size: int) -> None:
         if self.tp < 1 or world_size % self.tp:
             raise ValueError(
-                f"engine tp = {self.tp} does not divide world size {world_size}: set the rollout's tp so that tp*replicas = world size"
+                f"engine tp = {self.tp} does not divide world size {world_size}: set the rollout's engine.tp so that "
+                "tp*replicas = world size"
             )
