@@ -122,3 +122,17 @@ def test_a_reference_at_the_start_has_no_kl_and_then_some(tmp_path: Path) -> Non
 def test_transformers_serves_the_same_contract(tmp_path: Path) -> None:
     rows = grpo(tmp_path / "hf", engine("TransformersRollout", "max_num_seqs: 8"))
     assert len(rows) == 2
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline_gets_the_same_metrics(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    loggers = (
+        f"--trainer.logger=[{{class_path: rlite.loggers.RunLogger, init_args: {{save_dir: {tmp_path}, name: run, version: ''}}}}, "
+        "{class_path: lightning.pytorch.loggers.WandbLogger, init_args: {offline: true, project: rlite, "
+        f"save_dir: {tmp_path}}}}}]"
+    )
+    rlite("fit", "--config", CONFIG, *SMALL, "--trainer.enable_checkpointing=false", loggers)
+    assert len(metrics(folder)) == 2
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb")), "an offline run to be synced later"
+    assert (folder / "config.yaml").exists()
