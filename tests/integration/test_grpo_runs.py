@@ -127,8 +127,9 @@ def test_transformers_serves_the_same_contract(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_weights_and_biases_offline_gets_the_same_metrics(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    ours = f"{{save_dir: {tmp_path}, name: run, version: ''}}"
     loggers = (
-        f"--trainer.logger=[{{class_path: rlite.loggers.RunLogger, init_args: {{save_dir: {tmp_path}, name: run, version: ''}}}}, "
+        f"--trainer.logger=[{{class_path: rlite.loggers.RunLogger, init_args: {ours}}}, "
         "{class_path: lightning.pytorch.loggers.WandbLogger, init_args: {offline: true, project: rlite, "
         f"save_dir: {tmp_path}}}}}]"
     )
