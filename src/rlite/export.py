@@ -13,6 +13,7 @@ from rlite.device import detect_device_kind, local_device
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.options import MegatronOptions
 from rlite.memory import Ledger, PhaseMachine
+from rlite.modules.base import download, is_hub_id
 from rlite.strategies.checkpoint import RunCheckpoint
 from rlite.strategies.policy import PolicyState
 
@@ -68,7 +69,7 @@ def _policy_of(config: dict[str, Any], checkpoint: Path) -> Path:
         raise ValueError(
             f"{checkpoint}: no config.yaml in its run directory says which policy it is; give --policy DIR"
         )
-    return Path(policy)
+    return Path(download(policy) if is_hub_id(policy) else policy)
 
 
 def _layout_of(config: dict[str, Any], world_size: int) -> ParallelLayout:

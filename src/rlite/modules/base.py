@@ -1,5 +1,8 @@
 """`PolicyModule`: what every algorithm shares. It names the policy, builds it through the strategy, and logs."""
 
+import re
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +13,29 @@ from rlite.megatron.options import OptimizerConfig
 from rlite.modules.protocol import PolicyStrategy
 
 
+def is_hub_id(policy: str) -> bool:
+    """Whether `policy` is `org/model` and no directory of that name is here."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", policy) is not None and not Path(policy).exists()
+
+
+def download(policy: str, *, local_files_only: bool = False) -> str:
+    """Directory of the hub's model `policy`. Raises ValueError when it is neither here nor there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(policy, local_files_only=local_files_only)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.policy = {policy!r}: no such directory, and it could not be loaded from the hub either ({error})"
+        ) from error
+
+
 class PolicyModule(pl.LightningModule):
     """A LightningModule whose parameters are the strategy's Megatron chunks.
 
     Args:
-        policy: Hugging Face directory: `config.json` and a tokenizer, with or without weights (then a random start).
+        policy: Hugging Face directory: `config.json` and a tokenizer, with or without weights (then a random start); or a
+            name on the hub (`org/model`), downloaded once on each node.
         optimizer: learning rate and schedule.
         init_from: weights to start from instead: a Hugging Face directory, or an rlite checkpoint.
     """
@@ -25,7 +46,7 @@ class PolicyModule(pl.LightningModule):
     def __init__(self, *, policy: str, optimizer: OptimizerConfig | None = None, init_from: str | None = None) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.policy_dir = policy
+        self.policy = policy
         self.optimizer_config = optimizer or OptimizerConfig()
         self.init_from = init_from
         self.chunks: torch.nn.ModuleList | None = None
@@ -39,6 +60,17 @@ class PolicyModule(pl.LightningModule):
                 "pass strategy='colocated_rl' to the Trainer"
             )
         return strategy
+
+    @override
+    def prepare_data(self) -> None:
+        """Downloads a policy that is named by its hub id; Lightning calls it on one process of a node."""
+        if is_hub_id(self.policy):
+            download(self.policy)
+
+    @cached_property
+    def policy_dir(self) -> str:
+        """The policy on disk."""
+        return download(self.policy, local_files_only=True) if is_hub_id(self.policy) else self.policy
 
     @property
     def tokenizer_dir(self) -> str:
