@@ -85,8 +85,10 @@ class EngineMemory:
         room = self._setting_that_gives(max(wanted - free, 0.0))
         if free >= self._least_bytes:
             less = f"lower engine.kv_cache_memory_bytes to {free if free < self.planned_bytes else self.planned_bytes // 2}"
+        elif free >= self.bytes_per_token:
+            less = f"lower engine.max_model_len to {int(free / self.bytes_per_token)}"
         else:
-            less = f"lower engine.max_model_len to {max(int(free / self.bytes_per_token), 1)}"
+            less = "raise engine.tp, which cuts the engine's weights on each device"
         return (
             f"The KV cache can have {free / MIB:.1f} MiB; {self.max_model_len} tokens (engine.max_model_len), the longest "
             f"sequence, take {self._least_bytes / MIB:.1f} MiB. Either {room}, or {less}"

@@ -34,10 +34,12 @@ class Trace(Callback):
         if max_phases < 1:
             raise ValueError(f"Trace.max_phases = {max_phases}: must be at least 1")
         self.entries: deque[PhaseEntry] = deque(maxlen=max_phases)
+        self._directory = Path()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         colocated(trainer).phases.ledger.listeners.append(self.entries.append)
+        self._directory = Path(trainer.log_dir or trainer.default_root_dir)  # `log_dir` is collective
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -53,13 +55,13 @@ class Trace(Callback):
             of_rank = [[] for _ in range(trainer.world_size)]
             dist.all_gather_object(of_rank, events)
         if trainer.is_global_zero:
-            write_trace(_directory(trainer) / "trace.json", [event for events in of_rank for event in events])
+            write_trace(self._directory / "trace.json", [event for events in of_rank for event in events])
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Other ranks may be gone: no collective.
         rank = trainer.global_rank
-        write_trace(_directory(trainer) / f"trace_rank{rank}.json", trace_events(self.entries, rank=rank))
+        write_trace(self._directory / f"trace_rank{rank}.json", trace_events(self.entries, rank=rank))
 
 
 def trace_events(entries: Sequence[PhaseEntry], *, rank: int) -> list[Event]:
@@ -110,7 +112,3 @@ def _span(name: str, started_s: float, seconds: float, row: int) -> Event:
 
 def _counter(name: str, at_s: float, values: dict[str, int]) -> Event:
     return {"ph": "C", "name": name, "ts": at_s, "args": values}
-
-
-def _directory(trainer: Trainer) -> Path:
-    return Path(trainer.log_dir or trainer.default_root_dir)
