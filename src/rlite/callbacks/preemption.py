@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from rlite.callbacks.checkpoint import RolloutCheckpoint
+from rlite.messages import announce
 
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -67,7 +67,7 @@ class GracefulPreemption(Callback):
         flag = torch.tensor(float(self.requested), device=trainer.strategy.root_device)
         if float(trainer.strategy.reduce(flag, reduce_op="sum")) == 0:
             return
-        rank_zero_info(f"preempted: saving after rollout step {batch_idx} and stopping")
+        announce(f"preempted: saving after rollout step {batch_idx} and stopping")
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, RolloutCheckpoint):
                 callback.save(trainer)

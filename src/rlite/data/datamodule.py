@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -17,6 +16,7 @@ from typing_extensions import override
 from rlite.data.sampler import EvalSampler, PromptSampler, check_batch_size
 from rlite.data.sources import DataSource, Row, check_columns, load_rows
 from rlite.data.tokenize import PromptEncoder, PromptFormat, load_tokenizer
+from rlite.messages import announce
 from rlite.types import Prompt, RolloutBatch, TokenRow
 
 NumberedRow = tuple[int, Row]
@@ -197,7 +197,7 @@ class PromptDataModule(LightningDataModule):
         items = [item for uid, row in rows if (item := self._encode(encoder, row, uid)) is not None]
         if encoder.num_too_long:
             action = "dropped" if self.format.too_long == "drop" else "truncated"
-            rank_zero_info(f"{key}: {encoder.num_too_long} of {len(rows)} rows over the token limit {action}")
+            announce(f"{key}: {encoder.num_too_long} of {len(rows)} rows over the token limit {action}")
         if not items:
             raise ValueError(
                 f"{key}: all {len(rows)} rows are over the limit of {self.format.max_prompt_tokens} tokens: "

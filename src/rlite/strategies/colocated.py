@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
@@ -32,6 +32,7 @@ from rlite.layout.parallel import ParallelLayout
 from rlite.layout.placement import Placement
 from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory import Ledger, Phase, PhaseMachine, PhaseMetrics
+from rlite.messages import announce
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
 from rlite.strategies.critic import CriticState
@@ -113,7 +114,7 @@ class ColocatedRLStrategy(ParallelStrategy):
         self.phases.ledger.kind = device.DeviceKind(self.root_device.type)
         found = PolicyState.build_groups(self.layout, self.root_device, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if found:
-            rank_zero_info(found)
+            announce(found)
 
     @property
     @override
