@@ -1,0 +1,168 @@
+"""What memory offload gives: the demo with and without it, rollout by rollout in turns, in one run under one device budget.
+
+    python benchmarks/phases.py --rollouts 24
+
+The last line is JSON, of the rank with the most bytes. Peaks are compared with the same KV cache, tokens in the KV cache and
+throughput under the same budget: what a rank holds without offload. On a CPU device bytes are those of residents' storages.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+
+from rlite.memory import DeviceBudget, OffloadPolicy, Phase, PhaseEntry
+from rlite.memory.phases import GRADIENTS, OPTIMIZER, POLICY, REFERENCE
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAINING = (POLICY, GRADIENTS, OPTIMIZER, REFERENCE)
+MODES = ("same_cache_without", "same_cache_with", "without", "with")
+"""Every fourth rollout is of the same mode, so that whatever else the machine does is the same for all."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/grpo_demo_cpu.yaml")
+    parser.add_argument("--rollouts", type=int, default=24, help="the first 4 are not counted")
+    parser.add_argument("--timeout_s", type=float, default=1200)
+    args = parser.parse_args()
+    if args.rollouts < 3 * len(MODES):
+        parser.error(f"--rollouts {args.rollouts}: at least {3 * len(MODES)}")
+    with tempfile.TemporaryDirectory(prefix="rlite-phases-") as folder:
+        result = Path(folder) / "result.json"
+        run(args, Path(folder), result)
+        print(json.dumps(json.loads(result.read_text())))
+
+
+def run(args: argparse.Namespace, folder: Path, result: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "rlite", "fit", "--config", args.config, "--model.init_from=null"),
+        f"--trainer.limit_train_batches={args.rollouts}",
+        "--trainer.enable_checkpointing=false",
+        f"--trainer.logger.init_args={{save_dir: {folder}, name: run, version: ''}}",
+        f"--trainer.callbacks+={{class_path: phases.InTurns, init_args: {{result: {result}}}}}",
+    ]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=args.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SameCache:
+    """A budget that always leaves the same room for the KV cache."""
+
+    nbytes: int
+
+    def free_bytes(self, kind: Any, *, held_bytes: int) -> int:
+        return self.nbytes
+
+
+@dataclass(slots=True)
+class Step:
+    """One rollout."""
+
+    mode: str
+    entries: list[PhaseEntry] = field(default_factory=list)
+    kv_tokens: int = 0
+    sampled_tokens: int = 0
+
+    def entry(self, phase: Phase) -> PhaseEntry:
+        return next(entry for entry in self.entries if entry.phase == phase)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(entry.device_peak_bytes for entry in self.entries)
+
+    @property
+    def tokens_per_s(self) -> float:
+        generate = self.entry(Phase.GENERATE)
+        return self.sampled_tokens / (generate.seconds - generate.transition_s)
+
+
+class InTurns(Callback):
+    """Runs every rollout in another mode and writes what they held."""
+
+    def __init__(self, result: str) -> None:
+        self.result = Path(result)
+        self.steps: list[Step] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # First of all callbacks: the mode must be set before the rollout begins.
+        trainer.callbacks.remove(self)
+        trainer.callbacks.insert(0, self)
+        self.strategy = trainer.strategy
+        self.strategy.phases.ledger.listeners.append(self._entered)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        phases, mode = self.strategy.phases, MODES[batch_idx % len(MODES)]
+        if batch_idx:
+            phases.offload_policy = OffloadPolicy(name="full")
+            self.strategy.enter(Phase.IDLE)  # from here all modes start alike, with the engine asleep
+        self.steps.append(Step(mode))
+        with_offload = not mode.endswith("without")
+        phases.offload_policy = OffloadPolicy(name="full" if with_offload else "none")
+        if not with_offload:
+            phases.residents[GRADIENTS].onload()
+        if mode in ("with", "without"):
+            phases.budget = DeviceBudget(limit_bytes=self.steps[0].peak_bytes)
+        else:
+            rollout = next(callback for callback in trainer.callbacks if hasattr(callback, "engine_config"))
+            phases.budget = SameCache(rollout.engine_config.kv_cache_memory_bytes)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps[-1].sampled_tokens = sum(len(r.completion.token_ids) for r in batch.rollouts)
+
+    def _entered(self, entry: PhaseEntry) -> None:
+        if self.steps and entry.phase in (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN):
+            self.steps[-1].entries.append(entry)
+        if self.steps and entry.phase == Phase.GENERATE:
+            self.steps[-1].kv_tokens = self.strategy.engine.kv_tokens
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        ranks: list[Any] = [summary(self.steps[len(MODES) :])]
+        if trainer.world_size > 1:
+            ranks = ranks * trainer.world_size
+            dist.all_gather_object(ranks, summary(self.steps[len(MODES) :]))
+        if trainer.is_global_zero:
+            self.result.write_text(json.dumps(max(ranks, key=lambda facts: facts["peak_bytes_with"])))
+
+
+def summary(steps: list[Step]) -> dict[str, Any]:
+    """Peaks are the highest, cache, speed and times the medians of the rollouts of a mode."""
+    of_mode = {mode: [step for step in steps if step.mode == mode] for mode in MODES}
+    peak = {mode: max(step.peak_bytes for step in of_mode[mode]) for mode in MODES}
+    tokens = {mode: int(statistics.median(step.kv_tokens for step in of_mode[mode])) for mode in MODES}
+    speed = {mode: statistics.median(step.tokens_per_s for step in of_mode[mode]) for mode in MODES}
+    offloaded, generate = of_mode["with"], Phase.GENERATE
+    held = [step.entry(generate).device_bytes.get(name, 0) for step in offloaded for name in TRAINING]
+    copies = [move for step in offloaded for entry in step.entries for move in entry.moves if move.copied_bytes]
+    entered = {entry.phase: [step.entry(Phase(entry.phase)) for step in offloaded] for entry in offloaded[0].entries}
+    return {
+        "train_state_bytes_in_generate": max(held),
+        "device_budget_bytes": peak["same_cache_without"],
+        "peak_bytes_with": peak["same_cache_with"],
+        "peak_bytes_without": peak["same_cache_without"],
+        "peak_ratio": round(peak["same_cache_with"] / peak["same_cache_without"], 3),
+        "kv_tokens_with": tokens["with"],
+        "kv_tokens_without": tokens["without"],
+        "kv_tokens_ratio": round(tokens["with"] / tokens["without"], 3),
+        "tokens_per_s_with": round(speed["with"], 1),
+        "tokens_per_s_without": round(speed["without"], 1),
+        "throughput_ratio": round(speed["with"] / speed["without"], 3),
+        "transition_s": {p: round(statistics.median(e.transition_s for e in es), 4) for p, es in entered.items()},
+        "moved_bytes": {p: int(statistics.median(e.moved_bytes for e in es)) for p, es in entered.items()},
+        "gb_per_s": round(sum(m.copied_bytes for m in copies) / sum(m.seconds for m in copies) / 1e9, 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
