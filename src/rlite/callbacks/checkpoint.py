@@ -15,7 +15,7 @@ class RolloutCheckpoint(ModelCheckpoint):
     Args:
         every_n_rollouts: 0 saves only at the end of the run.
         save_top_k: how many to keep; -1 keeps all. With `monitor`, the best ones.
-        monitor: a logged metric, for example `reward/mean`.
+        monitor: a logged metric, for example `reward/mean`. `last.ckpt` is the newest state also when it is none of the best.
         mode: `max` or `min` of `monitor`.
     """
 
@@ -54,6 +54,8 @@ class RolloutCheckpoint(ModelCheckpoint):
             return
         candidates = self._monitor_candidates(trainer)
         self._save_topk_checkpoint(trainer, candidates)
+        if self._last_global_step_saved != trainer.global_step:
+            self._last_checkpoint_saved = ""  # not among the best: `last.ckpt` is no link to one, but saved by itself
         self._save_last_checkpoint(trainer, candidates)
 
     @override

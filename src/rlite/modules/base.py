@@ -37,7 +37,8 @@ class PolicyModule(pl.LightningModule):
         policy: Hugging Face directory: `config.json` and a tokenizer, with or without weights (then a random start); or a
             name on the hub (`org/model`), downloaded once on each node.
         optimizer: learning rate and schedule.
-        init_from: weights to start from instead: a Hugging Face directory, or an rlite checkpoint.
+        init_from: weights to start from instead: a Hugging Face directory, an rlite checkpoint, a run directory, or a
+            directory of runs (then the one that was saved last).
     """
 
     updates_per_batch = 1

@@ -33,17 +33,19 @@ class RunCheckpoint:
 
     @classmethod
     def find(cls, directory: Path) -> "RunCheckpoint":
-        """The checkpoint `directory` is, or the last one of the run directory it is.
+        """The checkpoint `directory` is, or the last one of the run it is, or of the newest of the runs in it.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: it is none of these.
         """
-        for candidate in (directory, newest_checkpoint(directory), newest_checkpoint(directory / "checkpoints")):
+        of_runs = sorted(directory.glob("*/checkpoints/*.ckpt/COMPLETE"), key=_written_s)
+        candidates = [directory, newest_checkpoint(directory), newest_checkpoint(directory / "checkpoints")]
+        for candidate in [*candidates, *(marker.parent for marker in of_runs[-1:])]:
             if candidate is not None and (candidate / "COMPLETE").is_file():
                 return cls(candidate.resolve())
         raise ValueError(
             f"{directory} is neither a Hugging Face directory with *.safetensors, nor a complete rlite checkpoint, nor a "
-            "run directory with checkpoints/last.ckpt"
+            "run directory with checkpoints/last.ckpt, nor a directory of such runs"
         )
 
     def save(
@@ -80,7 +82,9 @@ class RunCheckpoint:
     def _replace(self, partial: Path) -> None:
         old = self.path.with_name(f".{self.path.name}.old")
         shutil.rmtree(old, ignore_errors=True)
-        if self.path.exists():
+        if self.path.is_symlink():
+            self.path.unlink()  # `last.ckpt` as a link: what it points to stays
+        elif self.path.exists():
             self.path.rename(old)
         partial.rename(self.path)
         shutil.rmtree(old, ignore_errors=True)
@@ -125,5 +129,9 @@ def newest_checkpoint(directory: Path) -> Path | None:
     last = directory / "last.ckpt"
     if (last / "COMPLETE").is_file():
         return last
-    markers = sorted(directory.glob("*.ckpt/COMPLETE"), key=lambda marker: marker.stat().st_mtime)
+    markers = sorted(directory.glob("*.ckpt/COMPLETE"), key=_written_s)
     return markers[-1].parent if markers else None
+
+
+def _written_s(marker: Path) -> float:
+    return marker.stat().st_mtime
