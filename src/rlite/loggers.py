@@ -45,7 +45,8 @@ class RunLogger(CSVLogger):
 
 
 class _AppendingWriter(_ExperimentWriter):
-    """Goes on in an existing `metrics.csv`; the first step that is logged replaces its old rows and all later ones."""
+    """Goes on in an existing `metrics.csv`; the first rollout step that is logged replaces its old rows and all
+    later ones."""
 
     _is_first = True
 
@@ -56,16 +57,18 @@ class _AppendingWriter(_ExperimentWriter):
     @override
     def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
         if self._is_first and Path(self.metrics_file_path).exists():
-            self._keep_rows_before(step or 0)
+            # Only training does steps again; what `validate` finds on its own is added.
+            self._go_on(before=step or 0 if "rollout_step" in metrics_dict else None)
         self._is_first = False
         super().log_metrics(metrics_dict, step)
 
-    def _keep_rows_before(self, step: int) -> None:
+    def _go_on(self, *, before: int | None) -> None:
+        """Takes over the columns of the file and its rows of steps `before`; None keeps them all."""
         path = Path(self.metrics_file_path)
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             self.metrics_keys = sorted(reader.fieldnames or [])
-            rows = [row for row in reader if int(row["step"]) < step]
+            rows = [row for row in reader if before is None or int(row["step"]) < before]
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
             writer.writeheader()

@@ -100,7 +100,7 @@ class RLiteCLI(LightningCLI):
             super().instantiate_classes()
 
     def _find_last_checkpoint(self) -> None:
-        """`--ckpt_path last` means the newest run of this config's logger, and the run goes on in that directory."""
+        """`--ckpt_path last` means the newest run of this config's logger, and `fit` goes on in that directory."""
         config = self.config[self.subcommand]
         if config.get("ckpt_path") != "last":
             return
@@ -113,7 +113,7 @@ class RLiteCLI(LightningCLI):
                 f"--ckpt_path last: no run under {logger.root_dir} has a complete checkpoints/last.ckpt"
             )
         config.ckpt_path = str(found)
-        if ours:
+        if ours and self.subcommand == "fit":
             ours[0].init_args.version = found.parent.parent.name
 
     @override

@@ -1,0 +1,38 @@
+"""`RunLogger`: what becomes of a `metrics.csv` that is there already."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from rlite.loggers import RunLogger
+
+
+def _log(folder: Path, *rows: tuple[int, dict[str, float]]) -> None:
+    logger = RunLogger(str(folder), "runs", version=0)
+    for step, metrics in rows:
+        logger.log_metrics(metrics, step)
+    logger.finalize("success")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    _log(tmp_path, *((step, {"rollout_step": step, "loss": step / 10}) for step in range(3)))
+    return tmp_path
+
+
+def _read(folder: Path) -> list[dict[str, str]]:
+    with (folder / "runs" / "version_0" / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_that_goes_on_replaces_the_steps_that_it_does_again(trained: Path) -> None:
+    _log(trained, (1, {"rollout_step": 1, "loss": 7.0, "new": 1.0}))
+    assert [(row["step"], row["loss"], row["new"]) for row in _read(trained)] == [("0", "0.0", ""), ("1", "7.0", "1.0")]
+
+
+def test_validation_in_the_directory_of_a_run_keeps_its_rows(trained: Path) -> None:
+    _log(trained, (0, {"val/reward/mean": 0.5}))
+    rows = _read(trained)
+    assert [row["loss"] for row in rows] == ["0.0", "0.1", "0.2", ""]
+    assert rows[-1]["val/reward/mean"] == "0.5"
