@@ -17,6 +17,10 @@ def main(args: list[str] | None = None) -> None:
         return
     # Several ranks share a machine's cores: with more threads than cores they spin against each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if (
+        os.getcwd() not in sys.path
+    ):  # `python -m rlite` has it: modules of the user's, as in `--model my_module.MyReward`
+        sys.path.append(os.getcwd())
     from rlite.cli.commands import COMMANDS, run_command
 
     if arguments and arguments[0] in COMMANDS:
