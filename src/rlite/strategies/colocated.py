@@ -189,6 +189,8 @@ class ColocatedRLStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if self.phases.phase is not Phase.IDLE or self.phases.has_failed:
+            self.enter(Phase.IDLE)  # where the run before, of the same trainer, left its weights
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
