@@ -33,18 +33,15 @@ class EP2TPConversion(Callback):
         self.stats: TransferStats | None = None
         """Of the last conversion."""
         self._transfer: Transfer | None = None
-        self._policy_version = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         strategy = colocated(trainer)
-        strategy.phases.set_conversion(lambda: self._convert(strategy))
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        strategy.phases.set_conversion(lambda: self._convert(strategy, policy_version=progress.current.completed))
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int) -> None:
-        self._policy_version = batch_idx
-
-    def _convert(self, strategy: ColocatedRLStrategy) -> None:
+    def _convert(self, strategy: ColocatedRLStrategy, *, policy_version: int) -> None:
+        """`policy_version`: rollout steps that the weights have learned from."""
         engine, policy = strategy.engine, strategy.policy
         assert engine is not None
         if self._transfer is None:
@@ -57,7 +54,7 @@ class EP2TPConversion(Callback):
             )
             self._transfer = Transfer(plan)
         self.stats = self._transfer.run(policy.local_tensors(), engine.weights())
-        engine.finish_weight_update(self._policy_version)
+        engine.finish_weight_update(policy_version)
 
     @override
     def on_train_batch_end(
