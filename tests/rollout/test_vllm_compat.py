@@ -237,4 +237,4 @@ def test_arguments_that_rlite_owns_cannot_be_passed_as_extra(model_dir: Callable
         return str(error.value)
 
     (message,) = run_world(1, build, model_dir("llama"), tmp_path)
-    assert "rollout.engine.extra.enable_chunked_prefill" in message
+    assert "engine.extra.enable_chunked_prefill" in message

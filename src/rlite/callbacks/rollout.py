@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -174,7 +175,7 @@ class RolloutCallback(Callback):
     ) -> None:
         strategy, engine = colocated(trainer), self._engine(trainer, module)
         strategy.enter(Phase.GENERATE)
-        check = [] if self._checked else self._sample_check(engine, module, job.sampling)
+        check = [] if self._checked else self._sample_check(strategy, engine, job.sampling)
         self._sample(trainer, engine, batch, job)
         if max_rounds > 1:
             self._replace_uniform_groups(trainer, module, engine, batch, job)
@@ -251,10 +252,10 @@ class RolloutCallback(Callback):
     # -- engine against trainer --------------------------------------------------------------------------------------
 
     def _sample_check(
-        self, engine: RolloutEngine, module: LightningModule, sampling: SamplingConfig
+        self, strategy: ColocatedRLStrategy, engine: RolloutEngine, sampling: SamplingConfig
     ) -> list[tuple[TokenRow, tuple[float, ...], float]]:
-        """A few tokens after fixed prompts, the same on every rank."""
-        vocabulary = module.strategy.policy.architecture.vocab_size
+        """A few tokens after fixed prompts, of every engine. The same on every rank: a broken engine samples others."""
+        vocabulary = strategy.policy.architecture.vocab_size
         fixed = SamplingConfig(max_tokens=_CHECK_TOKENS, temperature=sampling.temperature or 1.0)
         requests = [
             GenerationRequest(
@@ -269,16 +270,23 @@ class RolloutCallback(Callback):
             prompt = Prompt(uid=0, token_ids=request.prompt_token_ids, text="")
             row = TokenRow.from_rollout(Rollout(prompt=prompt, completion=completion, sample_index=0))
             samples.append((row, completion.logprobs, fixed.temperature))
-        return samples
+        if self.engine_layout.replicas(strategy.world_size) == 1:
+            return samples
+        everyones: list[Any] = [None] * strategy.world_size
+        dist.all_gather_object(everyones, samples)
+        return [sample for of_rank in everyones[:: self.engine_layout.tp] for sample in of_rank]
 
     def _compare(self, strategy: ColocatedRLStrategy, check: list[tuple[TokenRow, tuple[float, ...], float]]) -> None:
-        """Stops the run when trainer and engine do not compute the same model."""
+        """Stops the run, on every rank, when trainer and engine do not compute the same model."""
         strategy.enter(Phase.LOGPROB)
         scores = strategy.score([row for row, _, _ in check], temperature=check[0][2])
-        worst = max(
-            float((score.logprobs.cpu() - score.logprobs.new_tensor(sampled).cpu()).abs().max())
+        differences = [
+            (score.logprobs.cpu() - score.logprobs.new_tensor(sampled).cpu()).abs()
             for score, (_, sampled, _) in zip(scores, check, strict=True)
-        )
+        ]
+        largest = torch.cat(differences).nan_to_num(nan=torch.inf).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        worst = float(largest)
         if not worst <= self.logprob_tolerance:
             raise RuntimeError(
                 f"engine and trainer disagree after the first weight sync: max |log-prob difference| on a fixed prompt is "
@@ -325,7 +333,13 @@ class VLLMRollout(RolloutCallback):
     ) -> RolloutEngine:
         from rlite.rollout.vllm import VLLMEngine
 
-        return VLLMEngine(self.engine_config, policy_dir, log_file=log_file, capture_routing=record_experts)
+        return VLLMEngine(
+            self.engine_config,
+            policy_dir,
+            log_file=log_file,
+            local_rank=strategy.local_rank,
+            capture_routing=record_experts,
+        )
 
 
 class TransformersRollout(RolloutCallback):

@@ -61,4 +61,4 @@ class TransformersConfig:
 def _check_positive(config: VLLMConfig | TransformersConfig, *keys: str) -> None:
     for key in keys:
         if getattr(config, key) < 1:
-            raise ValueError(f"rollout.engine.{key} = {getattr(config, key)}: must be at least 1")
+            raise ValueError(f"engine.{key} = {getattr(config, key)}: must be at least 1")

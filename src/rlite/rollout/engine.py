@@ -51,7 +51,7 @@ def check_requests(requests: Sequence[GenerationRequest], *, max_model_len: int)
         if not 0 < length < max_model_len:
             raise ValueError(
                 f"generate: the prompt of request {index} has {length} tokens; it must have at least 1 and fewer than "
-                f"rollout.engine.max_model_len = {max_model_len}"
+                f"engine.max_model_len = {max_model_len}"
             )
         if request.sampling.max_tokens < 1:
             raise ValueError(

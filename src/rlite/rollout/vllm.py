@@ -33,10 +33,17 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, config: VLLMConfig, model_dir: Path | str, *, log_file: Path | str, capture_routing: bool = False
+        self,
+        config: VLLMConfig,
+        model_dir: Path | str,
+        *,
+        log_file: Path | str,
+        local_rank: int | None = None,
+        capture_routing: bool = False,
     ) -> None:
         """vLLM's own output is appended to `log_file`. Every completion ends at the model's end-of-sequence tokens.
 
+        `local_rank`: which of the node's devices is this rank's; by default what the environment says (SLURM's says nothing).
         `capture_routing`: `Completion.experts` then tells the experts of every token; only on CPU, without prefix caching.
         Raises ValueError for a layout that does not cover the world or an argument in `config.extra` that rlite sets.
         """
@@ -47,7 +54,7 @@ class VLLMEngine:
         self._eos_token_ids = end_of_sequence_ids(model_dir)
         self._log_file = Path(log_file)
         self._lifecycle = Lifecycle()
-        self._guard = ProcessGuard(_engine_env())
+        self._guard = ProcessGuard(_engine_env(local_rank))
         with self._guard, unfrozen_heap(), console_to_file(self._log_file):
             self._build(str(model_dir))
         self._request_ids = itertools.count()
@@ -198,7 +205,7 @@ class VLLMEngine:
         if self._platform != "cpu" or self._config.enable_prefix_caching:
             raise ValueError(
                 f"capture_routing on {self._platform} with enable_prefix_caching = {self._config.enable_prefix_caching}: "
-                "it works on cpu and with rollout.engine.enable_prefix_caching = false only"
+                "it works on cpu and with engine.enable_prefix_caching = false only"
             )
         return RoutingRecorder(self._core.model_executor.driver_worker.worker.model_runner)
 
@@ -225,20 +232,20 @@ class VLLMEngine:
         self._llm = self._engine = self._core = self._model = self._memory = None
 
 
-def _engine_env() -> dict[str, str]:
+def _engine_env(local_rank: int | None) -> dict[str, str]:
     """What vLLM reads; the rank variables as torchrun sets them, since other launchers leave some out."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0") if local_rank is None else str(local_rank),
         "WORLD_SIZE": str(dist.get_world_size()),
     }
 
 
 def _check_extra(extra: dict[str, Any], args: dict[str, Any]) -> None:
     for key in sorted(extra.keys() & args.keys()):
-        raise ValueError(f"rollout.engine.extra.{key} = {extra[key]!r}: rlite sets this argument of vllm.LLM itself")
+        raise ValueError(f"engine.extra.{key} = {extra[key]!r}: rlite sets this argument of vllm.LLM itself")
 
 
 def _log_to_file(path: Path) -> None:

@@ -127,7 +127,7 @@ class PooledEngineMemory:
         if budget_bytes is not None and budget_bytes < planned_bytes:
             raise ValueError(
                 f"rollout: the KV cache was planned with {planned_bytes} bytes and only {budget_bytes} are free now; "
-                "on this device vLLM cannot shrink it. Lower rollout.engine.kv_cache_memory_bytes, or offload more."
+                "on this device vLLM cannot shrink it. Lower engine.kv_cache_memory_bytes, or offload more."
             )
         self._llm.wake_up(tags=["kv_cache"])
 
