@@ -30,7 +30,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, policy_dir: Path | None = 
         checkpoint: an rlite checkpoint, or a run directory.
         out: directory to write; absent or empty.
         policy_dir: the policy's Hugging Face directory; by default `model.policy` in the run's `config.yaml`.
-        dtype: `float32` or `bfloat16`; by default the run's.
+        dtype: `float32` or `bfloat16`; by default the run's, and `float32` when no config tells.
 
     Raises:
         ValueError, FileNotFoundError: no checkpoint there, no policy known, or `out` is not empty.
@@ -40,7 +40,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, policy_dir: Path | None = 
         raise ValueError(f"--out {out} is not empty: choose another directory")
     config = _run_config(found.path)
     policy = policy_dir or _policy_of(config, found.path)
-    dtype = dtype or ("float32" if config.get("trainer", {}).get("precision") == "32-true" else "bfloat16")
+    dtype = dtype or _dtype_of(config)
     device = _join_world()
     layout = _layout_of(config, dist.get_world_size())
     PolicyState.build_groups(layout, device, seed=0)
@@ -61,6 +61,12 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
     """`config.yaml` of the run that wrote the checkpoint; empty when it is not beside it."""
     path = checkpoint.parent.parent / "config.yaml"
     return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def _dtype_of(config: dict[str, Any]) -> str:
+    """Of the run's weights; the Trainer's default is fp32."""
+    precision = config.get("trainer", {}).get("precision")
+    return "bfloat16" if str(precision).startswith("bf16") else "float32"
 
 
 def _policy_of(config: dict[str, Any], checkpoint: Path) -> Path:

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlite.cli.commands import export
+from rlite.export import _dtype_of
 from tests.helpers.world import run_world
 from tests.integration.runs import logger, rlite, samples
 
@@ -60,3 +61,15 @@ def test_export_refuses_a_directory_that_is_not_empty_and_one_without_a_checkpoi
         export(["--ckpt", str(run), "--out", str(tmp_path)])
     with pytest.raises(ValueError, match="neither a Hugging Face directory"):
         export(["--ckpt", str(tmp_path), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype"),
+    [
+        ({"precision": "bf16-mixed"}, "bfloat16"),
+        ({"precision": "32-true"}, "float32"),
+        ({"precision": None}, "float32"),
+    ],
+)
+def test_an_export_has_the_dtype_of_the_run_also_where_that_is_the_default(trainer: dict, dtype: str) -> None:
+    assert _dtype_of({"trainer": trainer}) == dtype
