@@ -128,6 +128,13 @@ def test_too_little_memory_names_two_settings_and_the_residents(settings: dict, 
     assert phases.describe() == "idle"
 
 
+def test_a_budget_that_weights_alone_exceed_is_to_grow_by_all_that_is_missing() -> None:
+    """10 MiB of weights, 1 MiB of reserve, 1 MiB of cache: 12 MiB."""
+    with pytest.raises(PhaseError, match=r"device_budget_gib to 0\.0118, or raise engine\.tp"):
+        colocated(FakeEngine(), limit_mib=8).enter(Phase.GENERATE)
+    colocated(FakeEngine(), limit_mib=0.0118 * 1024).enter(Phase.GENERATE)
+
+
 def test_both_suggestions_work() -> None:
     """`device_budget_gib` as printed, and `max_model_len` as printed."""
     colocated(FakeEngine(), limit_mib=0.0186 * 1024, max_model_len=8 * 1024).enter(Phase.GENERATE)

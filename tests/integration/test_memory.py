@@ -100,7 +100,7 @@ def test_growth_and_peaks_are_logged(budgeted: Path) -> None:
 
 def test_too_small_a_budget_is_told_with_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="The KV cache can have") as error:
-        run(tmp_path / "run", callbacks("{device_budget_gib: 0.00395, reserve_gib: 0.0}", model_len=256))
+        run(tmp_path / "run", callbacks("{device_budget_gib: 0.005, reserve_gib: 0.0}", model_len=256))
     message = str(error.value)
     assert "raise MemoryOffload.device_budget_gib to" in message and "lower engine.max_model_len to" in message
     assert "resident" in message and "engine_weights" in message

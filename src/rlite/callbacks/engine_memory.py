@@ -82,7 +82,7 @@ class EngineMemory:
         """What is missing, and the two settings that would make it fit: one that gives room, one that needs less."""
         free = self.planned_bytes if budget_bytes is None else budget_bytes
         wanted = self._least_bytes if free < self._least_bytes else self.planned_bytes
-        room = self._setting_that_gives(max(wanted - free, 0.0))
+        room = self._setting_that_gives(max(wanted - free, 0.0) + self._overdraft_bytes)
         if free >= self._least_bytes:
             less = f"lower engine.kv_cache_memory_bytes to {free if free < self.planned_bytes else self.planned_bytes // 2}"
         elif free >= self.bytes_per_token:
@@ -93,6 +93,14 @@ class EngineMemory:
             f"The KV cache can have {free / MIB:.1f} MiB; {self.max_model_len} tokens (engine.max_model_len), the longest "
             f"sequence, take {self._least_bytes / MIB:.1f} MiB. Either {room}, or {less}"
         )
+
+    @property
+    def _overdraft_bytes(self) -> int:
+        """By how much residents and reserve exceed the limit already."""
+        budget = self.phases.budget
+        if budget is None or budget.limit_bytes is None:
+            return 0
+        return max(0, self.phases.held_bytes() + budget.reserve_bytes - budget.limit_bytes)
 
     def _setting_that_gives(self, missing_bytes: float) -> str:
         phases, budget = self.phases, self.phases.budget
