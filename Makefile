@@ -32,4 +32,4 @@ models/smollm2-135m/config.json: $(STAMP)
 smollm2: models/smollm2-135m/config.json
 
 clean:
-	rm -rf $(VENV) runs models
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
