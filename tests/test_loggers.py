@@ -36,3 +36,10 @@ def test_validation_in_the_directory_of_a_run_keeps_its_rows(trained: Path) -> N
     rows = _read(trained)
     assert [row["loss"] for row in rows] == ["0.0", "0.1", "0.2", ""]
     assert rows[-1]["val/reward/mean"] == "0.5"
+
+
+def test_a_row_that_was_cut_when_the_run_was_killed_is_no_obstacle(trained: Path) -> None:
+    with (trained / "runs" / "version_0" / "metrics.csv").open("a") as file:
+        file.write("0.3")
+    _log(trained, (3, {"rollout_step": 3, "loss": 0.3}))
+    assert [row["step"] for row in _read(trained)] == ["0", "1", "2", "3"]

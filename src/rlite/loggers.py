@@ -68,11 +68,14 @@ class _AppendingWriter(_ExperimentWriter):
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
             self.metrics_keys = sorted(reader.fieldnames or [])
-            rows = [row for row in reader if before is None or int(row["step"]) < before]
-        with path.open("w", newline="") as file:
+            whole = (row for row in reader if None not in row.values())  # the last was cut when the run was killed
+            rows = [row for row in whole if before is None or int(row["step"]) < before]
+        kept = path.with_name(f".{path.name}.partial")
+        with kept.open("w", newline="") as file:
             writer = csv.DictWriter(file, fieldnames=self.metrics_keys)
             writer.writeheader()
             writer.writerows(rows)
+        kept.replace(path)
 
 
 def _number(run: Path) -> int:

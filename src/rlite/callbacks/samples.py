@@ -73,9 +73,11 @@ class SampleLog(Callback):
 
 
 def _keep_lines_before(path: Path, step: int) -> None:
-    """A run that resumes does some steps again: their old lines go."""
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if json.loads(line)["rollout_step"] < step))
+    """A run that resumes does some steps again: their old lines go, and one that was cut when the run was killed."""
+    kept = path.with_name(f".{path.name}.partial")
+    with path.open() as old, kept.open("w") as new:  # not `splitlines`: it breaks at U+2028 too, which texts may hold
+        new.writelines(line for line in old if line.endswith("\n") and json.loads(line)["rollout_step"] < step)
+    kept.replace(path)
 
 
 def _line(rollout: Rollout, step: int) -> dict[str, Any]:
