@@ -41,6 +41,8 @@ class ConsoleProgress(ProgressBar):
 
     def __init__(self, *, every_n_steps: int = 1) -> None:
         super().__init__()
+        if every_n_steps < 1:
+            raise ValueError(f"ConsoleProgress.every_n_steps = {every_n_steps}: must be at least 1")
         self.every_n_steps = every_n_steps
         self._bar: tqdm | None = None
         self._enabled = True
