@@ -54,7 +54,11 @@ def main() -> None:
         devices=2,
         strategy=ColocatedRLStrategy(layout=ParallelLayout(tp=2, etp=2)),
         limit_train_batches=10,
-        callbacks=[VLLMRollout(engine=engine, sampling=SamplingConfig(max_tokens=4)), EP2TPConversion(), MemoryOffload()],
+        callbacks=[
+            VLLMRollout(engine=engine, sampling=SamplingConfig(max_tokens=4)),
+            EP2TPConversion(),
+            MemoryOffload(),
+        ],
     )
     trainer.fit(module, datamodule=data)
 
