@@ -1,6 +1,7 @@
 """`RunLogger`: what becomes of a `metrics.csv` that is there already."""
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,14 @@ def test_a_row_that_was_cut_when_the_run_was_killed_is_no_obstacle(trained: Path
         file.write("0.3")
     _log(trained, (3, {"rollout_step": 3, "loss": 0.3}))
     assert [row["step"] for row in _read(trained)] == ["0", "1", "2", "3"]
+
+
+def test_the_last_checkpoint_is_that_of_the_run_saved_last_whatever_the_runs_are_called(tmp_path: Path) -> None:
+    for age, name in enumerate(("20261129-190854", "version_3")):
+        marker = tmp_path / "demo" / name / "checkpoints" / "last.ckpt" / "COMPLETE"
+        marker.parent.mkdir(parents=True)
+        marker.touch()
+        os.utime(marker, (1000 - age, 1000 - age))
+    found = RunLogger(save_dir=str(tmp_path), name="demo").last_checkpoint()
+    assert found is not None and found.parent.parent.name == "20261129-190854"
+    assert RunLogger(save_dir=str(tmp_path), name="nothing").last_checkpoint() is None

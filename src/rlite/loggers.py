@@ -38,10 +38,9 @@ class RunLogger(CSVLogger):
 
     def last_checkpoint(self) -> Path | None:
         """The last checkpoint of this run, or, when no version was given, of the newest run that has one."""
-        root = Path(self.root_dir)
-        runs = [Path(self.log_dir)] if self._version is not None else sorted(root.glob("version_*"), key=_number)
-        found = (newest_checkpoint(run / "checkpoints") for run in reversed(runs))
-        return next((path for path in found if path is not None), None)
+        runs = [Path(self.log_dir)] if self._version is not None else Path(self.root_dir).glob("*")
+        found = [path for run in runs if (path := newest_checkpoint(run / "checkpoints")) is not None]
+        return max(found, key=lambda path: (path / "COMPLETE").stat().st_mtime, default=None)
 
 
 class _AppendingWriter(_ExperimentWriter):
@@ -76,8 +75,3 @@ class _AppendingWriter(_ExperimentWriter):
             writer.writeheader()
             writer.writerows(rows)
         kept.replace(path)
-
-
-def _number(run: Path) -> int:
-    suffix = run.name.removeprefix("version_")
-    return int(suffix) if suffix.isdigit() else -1

@@ -15,6 +15,7 @@ def test_a_name_with_one_slash_is_a_hub_id_unless_such_a_directory_is_here(
     assert is_hub_id("deepseek-ai/DeepSeek-V3")
     (tmp_path / "deepseek-ai" / "DeepSeek-V3").mkdir(parents=True)
     assert not is_hub_id("deepseek-ai/DeepSeek-V3")
+    assert not is_hub_id("models/smollm2-135m"), "a directory that `make smollm2` has yet to write"
     assert not is_hub_id("nowhere") and not is_hub_id("/models/a/b") and not is_hub_id("configs/models/tiny_dsv3")
 
 

@@ -40,7 +40,8 @@ class SampleLog(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: RolloutBatch, batch_idx: int, *_: Any
     ) -> None:
-        self._record(trainer, batch, trainer.global_step, "val_samples.jsonl", show=False)
+        step = trainer.fit_loop.epoch_loop.batch_idx if trainer.state.fn == "fit" else 0
+        self._record(trainer, batch, step, "val_samples.jsonl", show=False)
 
     @override
     def on_predict_batch_end(
@@ -63,7 +64,7 @@ class SampleLog(Callback):
         if save:
             path = Path(log_dir) / filename
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path not in self._begun and path.exists():
+            if trainer.state.fn == "fit" and path not in self._begun and path.exists():
                 _keep_lines_before(path, step)
             self._begun.add(path)
             with path.open("a") as file:

@@ -14,8 +14,10 @@ from rlite.modules.protocol import PolicyStrategy
 
 
 def is_hub_id(policy: str) -> bool:
-    """Whether `policy` is `org/model` and no directory of that name is here."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", policy) is not None and not Path(policy).exists()
+    """Whether `policy` is `org/model` and neither it nor a directory `org` or `models` of ours is meant."""
+    path = Path(policy)
+    is_local = path.exists() or path.parent.is_dir() or path.parts[0] == "models"
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", policy) is not None and not is_local
 
 
 def download(policy: str, *, local_files_only: bool = False) -> str:
@@ -51,6 +53,7 @@ class PolicyModule(pl.LightningModule):
         self.optimizer_config = optimizer or OptimizerConfig()
         self.init_from = init_from
         self.chunks: torch.nn.ModuleList | None = None
+        self._built_by: object = None
 
     @property
     def strategy(self) -> PolicyStrategy:
@@ -80,7 +83,13 @@ class PolicyModule(pl.LightningModule):
 
     @override
     def configure_model(self) -> None:
+        if self.chunks is not None and self._built_by is not self.trainer.strategy:
+            raise RuntimeError(
+                "this module's weights belong to the strategy of another Trainer: go on with that Trainer, or build a new "
+                "module with init_from=CHECKPOINT"
+            )
         if self.chunks is None:
+            self._built_by = self.trainer.strategy
             self.chunks = self.strategy.build_policy(self.policy_dir, init_from=self.init_from)
 
     @override

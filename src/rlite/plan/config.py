@@ -32,6 +32,11 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         FileNotFoundError: no `config.json` in `model.policy`.
     """
     trainer, model, data = (_section(config, key) for key in ("trainer", "model", "data"))
+    if _class_name(model).endswith("PPOModule"):
+        raise ValueError(
+            "model.class_path = PPOModule: rlite plan does not count the critic's weights, gradients and optimizer state yet; "
+            "plan the policy alone with rlite.GRPOModule"
+        )
     model_args, data_args = _arguments(model), _arguments(data)
     callbacks = {_class_name(callback): _arguments(callback) for callback in trainer.get("callbacks") or []}
     strategy = _arguments(trainer["strategy"]) if isinstance(trainer.get("strategy"), Mapping) else {}
@@ -48,7 +53,7 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         hf_config=_read_config_json(Path(policy_dir)),
         layout=_settings(ParallelLayout, strategy.get("layout")),
         megatron=_settings(MegatronOptions, strategy.get("megatron")),
-        train_dtype=_train_dtype(trainer.get("precision", "32-true")),
+        train_dtype=_train_dtype(trainer.get("precision") or "32-true"),
         engine=_settings(_ENGINES[rollout], callbacks[rollout].get("engine")),
         batch=batch,
         prompts_per_step=int(_required(data_args, "batch_size", key="data.batch_size")),
@@ -127,6 +132,7 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"model.policy = {directory}: no config.json there; the plan reads the model's sizes in it"
+            f"model.policy = {directory}: no config.json there; the plan reads the model's sizes in it, from a directory "
+            "on this machine (download a policy of the hub first)"
         )
     return json.loads(path.read_text())

@@ -120,6 +120,10 @@ class PolicyState:
         from rlite.megatron.buffers import flat_gradients
         from rlite.megatron.optimizer import LrScheduler, build_optimizer, wrap_for_training
 
+        if self.optimizer is not None:
+            raise RuntimeError(
+                "this strategy has trained already: a second fit needs a new Trainer and module (init_from)"
+            )
         wrapped = wrap_for_training(list(self.chunks))
         for index, chunk in enumerate(wrapped):  # the module list that Lightning knows keeps its identity
             self.chunks[index] = chunk
