@@ -35,3 +35,14 @@ def test_the_peak_of_the_resident_set_starts_anew() -> None:
     del large
     device.reset_peak(DeviceKind.CPU)
     assert device.peak_resident_bytes() < high - 2**25
+
+
+def test_large_blocks_leave_the_process_as_soon_as_they_are_freed() -> None:
+    """Where glibc's limit rises, the second block of 24 MiB would stay in the heap."""
+    device.keep_large_blocks_apart()
+    for _ in range(3):
+        before = device.resident_bytes()
+        block = torch.ones(6 * 2**20)
+        assert device.resident_bytes() > before + 20 * 2**20
+        del block
+        assert device.resident_bytes() < before + 4 * 2**20

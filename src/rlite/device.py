@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 _libc = ctypes.CDLL(None)
+_M_MMAP_THRESHOLD = -3
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -136,6 +137,16 @@ def peak_resident_bytes() -> int:
         return resident_bytes()
     peak = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
     return int(peak.split()[1]) * 1024
+
+
+def keep_large_blocks_apart() -> None:
+    """From now on glibc takes blocks of 1 MiB and more from the system and gives them back when they are freed.
+
+    By default its limit rises to the largest block that was ever freed; smaller ones then fragment the heap, and a process
+    that frees and allocates gigabytes in every rollout grows for a while.
+    """
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
 
 
 def return_free_memory() -> None:

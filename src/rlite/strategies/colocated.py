@@ -112,6 +112,8 @@ class ColocatedRLStrategy(ParallelStrategy):
                 timeout=timedelta(seconds=self.timeout_s),
             )
         self.phases.ledger.kind = device.DeviceKind(self.root_device.type)
+        if not self.phases.ledger.kind.is_accelerator:
+            device.keep_large_blocks_apart()
         found = PolicyState.build_groups(self.layout, self.root_device, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if found:
             announce(found)
