@@ -24,7 +24,7 @@ def length_and_sigterm(completion_ids: list[list[int]]) -> list[float]:
 class Signal(Callback):
     """Sends a signal to rank `rank` in a rollout step: while generating, updating or saving."""
 
-    def __init__(self, where: str, rank: int = 0, step: int = 1, signum: int = signal.SIGTERM) -> None:
+    def __init__(self, where: str, rank: int = 0, step: int = 1, signum: int = int(signal.SIGTERM)) -> None:
         self.where, self.rank, self.step, self.signum = where, rank, step, signum
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
