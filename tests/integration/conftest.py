@@ -1,5 +1,7 @@
 """Engines are imported once here, in the parent; every run is a fork of it."""
 
+from typing import Any
+
 import pytest
 
 from rlite.device import DeviceKind
@@ -7,9 +9,6 @@ from rlite.megatron.bootstrap import bootstrap
 
 
 @pytest.fixture(scope="session", autouse=True)
-def engines() -> None:
+def engines(original_functions: dict[str, Any]) -> None:
     bootstrap(DeviceKind.CPU)
-    from rlite.rollout import vllm_compat
-
-    vllm_compat.apply_cpu_fixes()
     import rlite.cli.app  # noqa: F401
