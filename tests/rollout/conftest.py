@@ -1,6 +1,5 @@
-"""vLLM is imported once, by a fixture; every test world is a fork of this process. So are model directories made."""
+"""Model directories, made once a session."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.models import make_model_dir
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
 @pytest.fixture(scope="session")

@@ -88,9 +88,12 @@ class RolloutCallback(Callback):
     ) -> RolloutEngine:
         raise TypeError(f"{type(self).__name__} must implement build_engine")
 
+    engine_config: VLLMConfig | TransformersConfig
+    """Set by the subclass."""
+
     @property
     def engine_layout(self) -> EngineLayout:
-        raise TypeError(f"{type(self).__name__} must implement engine_layout")
+        return self.engine_config.layout
 
     def placement(self, architecture: Architecture, world_size: int) -> Placement:
         """Where the engine's ranks keep which weights."""
@@ -309,11 +312,6 @@ class VLLMRollout(RolloutCallback):
         super().__init__(**kwargs)
         self.engine_config = engine or VLLMConfig()
 
-    @property
-    @override
-    def engine_layout(self) -> EngineLayout:
-        return self.engine_config.layout
-
     @override
     def placement(self, architecture: Architecture, world_size: int) -> Placement:
         return VLLMPlacement(architecture, self.engine_layout, world_size, dtype=self.engine_config.dtype)
@@ -353,11 +351,6 @@ class TransformersRollout(RolloutCallback):
     def __init__(self, *, engine: TransformersConfig | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.engine_config = engine or TransformersConfig()
-
-    @property
-    @override
-    def engine_layout(self) -> EngineLayout:
-        return self.engine_config.layout
 
     @override
     def placement(self, architecture: Architecture, world_size: int) -> Placement:
