@@ -9,7 +9,6 @@ from rlite.rollout.config import VLLMConfig
 from tests.helpers.world import run_world
 from tests.plan.jobs import MIB, job
 from tests.plan.test_real_tensors import MODELS, read_config
-from tests.rollout.conftest import original_functions  # noqa: F401
 from tests.rollout.helpers import build_engine
 
 pytestmark = [pytest.mark.usefixtures("original_functions"), pytest.mark.slow]
