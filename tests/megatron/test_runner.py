@@ -97,15 +97,16 @@ def test_partial_losses_are_summed_never_averaged() -> None:
 
 
 def _norm_by_autograd() -> float:
+    from rlite.megatron.forward import forward_hidden
     from rlite.megatron.groups import build_process_groups
+    from rlite.megatron.microbatch import make_microbatch
     from rlite.megatron.model import build_policy
 
     layout = ParallelLayout()
     build_process_groups(layout)
     chunk = build_policy(CONFIGS["llama"], layout)[0]
     for row in make_rows(6):
-        tokens = row.token_ids[None]
-        hidden = chunk(tokens, torch.arange(tokens.size(1))[None], None)[:, 0]
+        hidden = forward_hidden(chunk, make_microbatch([row], [0], device=torch.device("cpu")))[:, 0]
         logprobs = (hidden @ chunk.output_weight()[:97].t()).log_softmax(-1)
         trained = row.loss_mask.nonzero()[:, 0]
         (-logprobs[trained - 1].gather(-1, row.token_ids[trained, None]).sum()).backward()

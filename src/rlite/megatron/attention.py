@@ -1,6 +1,6 @@
 """Modules of the portable layer spec: what Megatron-core's local spec cannot do, on plain torch.
 
-Shape legend: S local sequence, B sequences, H heads, G key/value heads, D head size.
+Shape legend: T packed tokens, H heads, G key/value heads, D head size.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlite.device import current_device
 from rlite.megatron.bootstrap import capabilities
+from rlite.megatron.packing import Packing, context_positions
 
 
 class RMSNorm(torch.nn.Module):
@@ -53,9 +54,10 @@ class DuplicatedLinear(torch.nn.Module):
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention on `scaled_dot_product_attention`, with grouped heads, MLA head sizes and context parallelism.
+    """Causal attention inside each packed sequence, on `scaled_dot_product_attention`, with grouped heads, MLA head sizes
+    and context parallelism.
 
-    Context parallelism gathers keys and values of the other ranks (sequence cut in Megatron's zigzag order).
+    Context parallelism gathers keys and values of the other ranks (each sequence cut in Megatron's zigzag order).
     """
 
     def __init__(
@@ -75,38 +77,45 @@ class CoreAttention(MegatronModule):
         self.cp_group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
 
     def forward(
-        self, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, attention_mask: Tensor | None = None, **_: Any
+        self,
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Packing,
+        **_: Any,
     ) -> Tensor:
-        """Returns `[S, B, H * D]`. Rows are padded on the right, so the causal mask is the only mask."""
+        """Returns `[T, H, D]`. Sequences are padded on the right, so causality is the only mask."""
         assert attention_mask is None
-        num_tokens, batch = query_SBHD.shape[:2]
-        mask = None
-        if self.cp_group.size() > 1:
-            key_SBGD, value_SBGD, mask = self._gather_context(num_tokens, key_SBGD, value_SBGD)
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBHD, key_SBGD, value_SBGD))
+        cp = self.cp_group.size()
+        positions = None
+        if cp > 1:
+            positions = context_positions(packed_seq_params.lengths, cp).to(query_THD.device)
+            order = torch.argsort(positions.flatten())
+            key_TGD = gather_from_sequence_parallel_region(key_TGD.contiguous(), group=self.cp_group)[order]
+            value_TGD = gather_from_sequence_parallel_region(value_TGD.contiguous(), group=self.cp_group)[order]
+        outputs = []
+        for start, count, length in packed_seq_params.runs:
+            queries = slice(start // cp, (start + count * length) // cp)
+            keys = slice(start, start + count * length)
+            mask = None
+            if positions is not None:
+                mine = positions[self.cp_group.rank(), queries][: length // cp] - start
+                mask = torch.arange(length, device=mine.device)[None] <= mine[:, None]
+            outputs.append(self._attend(query_THD[queries], key_TGD[keys], value_TGD[keys], count, mask))
+        return torch.cat(outputs)
+
+    def _attend(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, count: int, mask: Tensor | None) -> Tensor:
+        """Attention of `count` sequences of one length; `mask` `[queries, keys]` or causal."""
+        query, key, value = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in (query_THD, key_TGD, value_TGD))
         if query.size(1) != key.size(1):
             repeats = query.size(1) // key.size(1)
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         output = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale
         )
-        return output.permute(2, 0, 1, 3).reshape(num_tokens, batch, -1)
-
-    def _gather_context(self, num_tokens: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of the whole sequence in order, and which of them each local query may see."""
-        size = self.cp_group.size()
-        positions = zigzag_positions(num_tokens * size, size, device=key.device)
-        order = torch.argsort(positions.flatten())
-        key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)[order]
-        value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)[order]
-        mask = torch.arange(num_tokens * size, device=key.device)[None] <= positions[self.cp_group.rank()][:, None]
-        return key, value, mask
+        return output.transpose(1, 2).flatten(0, 1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict:
         return {}
-
-
-def zigzag_positions(num_tokens: int, cp: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """int64 `[cp, num_tokens / cp]`: positions of each context-parallel rank, chunks r and 2*cp-1-r of 2*cp."""
-    chunks = torch.arange(num_tokens, device=device).view(2 * cp, -1)
-    return torch.stack([torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]]) for rank in range(cp)])

@@ -1,6 +1,6 @@
 """The critic of PPO: a policy-shaped model whose last stage gives one number for each position.
 
-Shape legend: N trained tokens of a micro-batch; S padded length, B rows.
+Shape legend: N trained tokens of a micro-batch.
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ def token_values(model: torch.nn.Module, hidden: Tensor, batch: MicroBatch) -> T
     if chunk.config.sequence_parallel:
         # Every rank computes the whole loss, so its gradient is cut, not summed over ranks.
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    here_N, local_N = predicting_positions(batch, hidden.device)
+    here_N, local_N = predicting_positions(batch)
     features = hidden.flatten(0, 1).index_select(0, local_N).float()
     values = torch.nn.functional.linear(features, chunk.output_layer.weight.float())[:, 0]
     return collect_tokens(values, here_N)

@@ -1,6 +1,6 @@
 """One micro-batch through the model: hidden states, then log-probabilities and entropy of its trained tokens.
 
-Shape legend: B rows, S padded length, N trained tokens of the micro-batch.
+Shape legend: T packed tokens, N trained tokens of the micro-batch.
 """
 
 import torch
@@ -11,23 +11,21 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from rlite.megatron.attention import zigzag_positions
 from rlite.megatron.logprobs import vocab_parallel_logprobs
 from rlite.megatron.microbatch import MicroBatch
 from rlite.megatron.model import unwrap
+from rlite.megatron.packing import Packing, context_positions
 from rlite.types import TokenScores
 
 
 def forward_hidden(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """Output of this stage, `[S / cp / tp, B, hidden]`: final hidden states on the last one."""
-    tokens_BS = batch.tokens_BS
-    positions_BS = torch.arange(tokens_BS.size(1), device=tokens_BS.device).expand_as(tokens_BS)
-    cp = parallel_state.get_context_parallel_world_size()
-    if cp > 1:
-        local = zigzag_positions(tokens_BS.size(1), cp, device=tokens_BS.device)
-        local_S = local[parallel_state.get_context_parallel_rank()]
-        tokens_BS, positions_BS = tokens_BS[:, local_S].contiguous(), positions_BS[:, local_S]
-    return model(tokens_BS, positions_BS.contiguous(), None)
+    """Output of this stage, `[T / cp / tp, 1, hidden]`: final hidden states on the last one."""
+    tokens_T = batch.tokens_T
+    here = context_rank_positions(batch)
+    if here is not None:
+        tokens_T = tokens_T[here]
+    # No position ids: rotary embeddings follow from the sequence lengths.
+    return model(tokens_T[None], None, None, packed_seq_params=Packing.of(batch))
 
 
 def token_scores(
@@ -40,7 +38,7 @@ def token_scores(
     chunk = unwrap(model)
     if chunk.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
-    here_N, local_N = predicting_positions(batch, hidden.device)
+    here_N, local_N = predicting_positions(batch)
     logprobs, entropy = vocab_parallel_logprobs(
         hidden.flatten(0, 1).index_select(0, local_N),
         chunk.output_weight(),
@@ -53,17 +51,25 @@ def token_scores(
     return TokenScores(logprobs=collect_tokens(logprobs, here_N), entropy=collect_tokens(entropy, here_N))
 
 
-def predicting_positions(batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """bool `[N]`: which predicting positions are on this context-parallel rank; and their flat index here."""
-    cp, (num_rows, length) = parallel_state.get_context_parallel_world_size(), batch.tokens_BS.shape
+def context_rank_positions(batch: MicroBatch) -> Tensor | None:
+    """int64 `[T / cp]`: positions of T on this context-parallel rank; None when it holds all, in order."""
+    cp = parallel_state.get_context_parallel_world_size()
     if cp == 1:
+        return None
+    positions = context_positions(batch.lengths, cp)[parallel_state.get_context_parallel_rank()]
+    return positions.to(batch.tokens_T.device)
+
+
+def predicting_positions(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """bool `[N]`: which predicting positions are on this context-parallel rank; and their index among its tokens."""
+    here = context_rank_positions(batch)
+    if here is None:
         return torch.ones_like(batch.predict_N, dtype=torch.bool), batch.predict_N
-    mine = zigzag_positions(length, cp, device=device)[parallel_state.get_context_parallel_rank()]
-    local_of_global = torch.full((length,), -1, device=device)
-    local_of_global[mine] = torch.arange(mine.numel(), device=device)
-    position_N = local_of_global[batch.predict_N // num_rows]
-    here_N = position_N >= 0
-    return here_N, (position_N * num_rows + batch.predict_N % num_rows)[here_N]
+    local_of_global = torch.full_like(batch.tokens_T, -1)
+    local_of_global[here] = torch.arange(here.numel(), device=here.device)
+    local_N = local_of_global[batch.predict_N]
+    here_N = local_N >= 0
+    return here_N, local_N[here_N]
 
 
 def collect_tokens(values: Tensor, here_N: Tensor) -> Tensor:

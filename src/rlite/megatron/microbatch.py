@@ -1,10 +1,12 @@
-"""Rows become micro-batches: rectangles of token ids, padded on the right, at most a token budget each.
+"""Rows become micro-batches: sequences of any length packed end to end, at most a token budget each.
 
-Shape legend: B rows, S padded length, N trained tokens of the micro-batch.
+Shape legend: T packed tokens of the micro-batch, N trained tokens, L MoE layers, K experts a token.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,46 +15,83 @@ from torch import Tensor
 from rlite.types import NATIVE_EXPERT, TokenRow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Some rows as one rectangle, and where their trained tokens are predicted."""
+    """Some rows end to end, and where their trained tokens are predicted."""
 
     row_indices: tuple[int, ...]
-    """Which rows of the call, in the order of the rectangle; empty for a dummy."""
-    tokens_BS: Tensor
+    """Which rows of the call, in their order here; empty for a dummy."""
+    tokens_T: Tensor
     """int64; 0 where padded."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, padding included; sums to T."""
     predict_N: Tensor
-    """int64, flat index `s * B + b` into `[S, B]` of the position whose hidden state predicts each trained token."""
+    """int64, position in T whose hidden state predicts each trained token."""
     targets_N: Tensor
     """int64, the trained tokens, row after row."""
     num_tokens_per_row: tuple[int, ...]
     """Trained tokens of each row; sums to N."""
-    experts_SBLK: Tensor | None = None
-    """int32 `[S, B, MoE layers, experts a token]` to replay; `NATIVE_EXPERT`, or None everywhere: the router chooses."""
+    experts_TLK: Tensor | None = None
+    """int32, to replay; `NATIVE_EXPERT`, or None everywhere: the router chooses."""
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each sequence begins in T."""
+        return tuple(itertools.accumulate(self.lengths[:-1], initial=0))
 
 
-def plan_microbatches(lengths: Sequence[int], *, max_tokens: int, multiple_of: int = 1) -> list[list[int]]:
-    """Row indices of each micro-batch: rows sorted by length, so that little of a rectangle is padding.
+def pack_rows(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Row indices of each micro-batch, longest row first: few micro-batches of at most `max_tokens` (first fit decreasing).
 
     A row longer than the budget gets a micro-batch of its own. Deterministic.
     """
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    batches: list[list[int]] = []
-    capacity = 0
-    for row in order:
-        if not batches or len(batches[-1]) >= capacity:
-            batches.append([])
-            capacity = max(1, max_tokens // _round_up(lengths[row], multiple_of))
-        batches[-1].append(row)
-    return batches
+    bins: list[list[int]] = []
+    used: list[int] = []
+    for row in _longest_first(lengths):
+        fitting = next((number for number, tokens in enumerate(used) if tokens + lengths[row] <= max_tokens), None)
+        if fitting is None:
+            bins.append([])
+            used.append(0)
+            fitting = len(bins) - 1
+        bins[fitting].append(row)
+        used[fitting] += lengths[row]
+    return bins
+
+
+def spread_rows(lengths: Sequence[int], *, count: int, max_tokens: int) -> list[list[int]]:
+    """Row indices of exactly `count` micro-batches with about equal tokens, the largest first.
+
+    Ranks wait for each other in every micro-batch (experts are shared), so each should be as long as the next rank's.
+    `count` is at least `len(pack_rows(...))`; rows that cannot be spread within the budget are packed as that does.
+    """
+    bins: list[list[int]] = [[] for _ in range(count)]
+    used = [0] * count
+    for row in _longest_first(lengths):  # to the emptiest: longest processing time first
+        emptiest = used.index(min(used))
+        bins[emptiest].append(row)
+        used[emptiest] += lengths[row]
+    if any(tokens > max_tokens and len(rows) > 1 for tokens, rows in zip(used, bins, strict=True)):
+        bins = pack_rows(lengths, max_tokens=max_tokens)
+        bins += [[] for _ in range(count - len(bins))]
+    return sorted(bins, key=lambda rows: -sum(lengths[row] for row in rows))
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
 
 
 def make_microbatch(
-    rows: Sequence[TokenRow], row_indices: Sequence[int], *, multiple_of: int, device: torch.device
+    rows: Sequence[TokenRow],
+    row_indices: Sequence[int],
+    *,
+    row_multiple: int = 1,
+    total_multiple: int = 1,
+    device: torch.device,
 ) -> MicroBatch:
-    """The micro-batch of `rows[i] for i in row_indices`, padded to a multiple of `multiple_of` tokens.
+    """The micro-batch of `rows[i] for i in row_indices`.
 
-    Without row indices it is a dummy: token 0, no trained tokens.
+    Each row is padded to a multiple of `row_multiple`, the last one further, to a total of a multiple of
+    `total_multiple` (itself a multiple of `row_multiple`). Without row indices it is a dummy: token 0, nothing trained.
 
     Raises:
         ValueError: a row is empty or trains on its first token, which nothing predicts.
@@ -61,35 +100,36 @@ def make_microbatch(
     for index, row in zip(row_indices, chosen, strict=True):
         if row.token_ids.numel() == 0 or bool(row.loss_mask[0]):
             raise ValueError(f"row {index}: needs at least one token, and loss_mask[0] must be false")
-    longest = max((row.token_ids.numel() for row in chosen), default=1)
-    batch, length = max(len(chosen), 1), _round_up(longest, multiple_of)
-    tokens_BS = torch.zeros(batch, length, dtype=torch.int64)
+    lengths = [round_up(row.token_ids.numel(), row_multiple) for row in chosen] or [row_multiple]
+    lengths[-1] += round_up(sum(lengths), total_multiple) - sum(lengths)
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    tokens_T = torch.zeros(starts[-1], dtype=torch.int64)
     predict, targets = [], []
-    for b, row in enumerate(chosen):
-        tokens_BS[b, : row.token_ids.numel()] = row.token_ids
+    for start, row in zip(starts, chosen, strict=False):
+        tokens_T[start : start + row.token_ids.numel()] = row.token_ids
         trained = row.loss_mask.nonzero()[:, 0]
-        predict.append((trained - 1) * batch + b)
+        predict.append(start + trained - 1)
         targets.append(row.token_ids[trained])
     empty = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         row_indices=tuple(row_indices),
-        tokens_BS=tokens_BS.to(device),
+        tokens_T=tokens_T.to(device),
+        lengths=tuple(lengths),
         predict_N=torch.cat([empty, *predict]).to(device),
         targets_N=torch.cat([empty, *targets]).to(device),
         num_tokens_per_row=tuple(row.num_loss_tokens for row in chosen),
-        experts_SBLK=_experts(chosen, length, device),
+        experts_TLK=_experts(chosen, starts, device),
     )
 
 
-def _experts(rows: Sequence[TokenRow], length: int, device: torch.device) -> Tensor | None:
-    given = [(b, row) for b, row in enumerate(rows) if row.experts is not None]
+def _experts(rows: Sequence[TokenRow], starts: Sequence[int], device: torch.device) -> Tensor | None:
+    given = [(start, row) for start, row in zip(starts, rows, strict=False) if row.experts is not None]
     if not given:
         return None
-    shape = (length, len(rows), *given[0][1].experts.shape[1:])
-    experts_SBLK = torch.full(shape, NATIVE_EXPERT, dtype=torch.int32)
-    for b, row in given:
-        experts_SBLK[: row.token_ids.numel(), b] = row.experts.to(torch.int32)
-    return experts_SBLK.to(device)
+    experts_TLK = torch.full((starts[-1], *given[0][1].experts.shape[1:]), NATIVE_EXPERT, dtype=torch.int32)
+    for start, row in given:
+        experts_TLK[start : start + row.token_ids.numel()] = row.experts.to(torch.int32)
+    return experts_TLK.to(device)
 
 
 def agree_on_count(num_microbatches: int, *, multiple_of: int = 1) -> int:
@@ -99,8 +139,8 @@ def agree_on_count(num_microbatches: int, *, multiple_of: int = 1) -> int:
     """
     count = torch.tensor(max(num_microbatches, 1))
     dist.all_reduce(count, op=dist.ReduceOp.MAX)
-    return _round_up(int(count), multiple_of)
+    return round_up(int(count), multiple_of)
 
 
-def _round_up(value: int, multiple_of: int) -> int:
+def round_up(value: int, multiple_of: int) -> int:
     return -(-value // multiple_of) * multiple_of

@@ -3,8 +3,8 @@
 Only the choice is replayed; the gates are the live scores of the chosen experts, so the router keeps its gradient
 (R2, arXiv 2507.18071; R3, arXiv 2510.11370). Megatron-core's top-k asks `router.router_replay.get_replay_topk(...)`.
 
-Shape legend: B rows, S padded length, L MoE layers of the whole model, K experts a token, T tokens of this rank
-(`S / cp / tp * B`), E experts.
+Shape legend: T packed tokens of a micro-batch, L MoE layers of the whole model, K experts a token, R tokens that this
+rank's routers see (`T / cp / tp`).
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from rlite.megatron.attention import zigzag_positions
+from rlite.megatron.forward import context_rank_positions
 from rlite.megatron.microbatch import MicroBatch
 from rlite.megatron.model import unwrap
 from rlite.types import NATIVE_EXPERT, TokenRow
@@ -30,19 +30,19 @@ class LayerReplay:
 
     def __init__(self, moe_layer: int) -> None:
         self.moe_layer = moe_layer
-        self.chosen_TK: Tensor | None = None
+        self.chosen_RK: Tensor | None = None
         """Experts of the last forward pass; None when the router did not ask."""
         self.mismatch: Tensor | None = None
         """fp64 `[2]`: fractions of experts that the live router would not have chosen, summed over tokens; replayed tokens."""
-        self._wanted_TK: Tensor | None = None
+        self._wanted_RK: Tensor | None = None
         self._in_forward = False
         self._for_recompute: deque[Tensor | None] = deque()
 
-    def begin(self, wanted_TK: Tensor | None, *, keep_for_recompute: bool) -> None:
-        """The next pass is a forward pass in which tokens go to `wanted_TK`; None: the router's own choice."""
-        self._wanted_TK, self._in_forward, self.chosen_TK = wanted_TK, True, None
+    def begin(self, wanted_RK: Tensor | None, *, keep_for_recompute: bool) -> None:
+        """The next pass is a forward pass in which tokens go to `wanted_RK`; None: the router's own choice."""
+        self._wanted_RK, self._in_forward, self.chosen_RK = wanted_RK, True, None
         if keep_for_recompute:
-            self._for_recompute.append(wanted_TK)
+            self._for_recompute.append(wanted_RK)
 
     def end(self) -> None:
         """What comes now is recomputation in the backward pass, of the micro-batches in the order of their forward passes.
@@ -50,7 +50,7 @@ class LayerReplay:
         Raises RuntimeError when the router never asked: it would have trained on other experts than the recorded ones.
         """
         self._in_forward = False
-        if self._wanted_TK is not None and self.chosen_TK is None:
+        if self._wanted_RK is not None and self.chosen_RK is None:
             raise RuntimeError(
                 f"the router of MoE layer {self.moe_layer} does not ask for experts to replay: Megatron-core's top-k was "
                 "replaced (by a fused kernel or a patch for this device). Set model.algorithm.router_replay = none"
@@ -63,25 +63,25 @@ class LayerReplay:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, native: TopK
     ) -> tuple[Tensor, Tensor]:
-        """(scores, experts) of each token, `[T, K]`; the contract of Megatron-core's `RouterReplay`."""
-        wanted_TK = self._wanted_TK if self._in_forward else self._for_recompute.popleft()
-        values_TK, own_TK = native(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if wanted_TK is None:
-            experts_TK = own_TK
+        """(scores, experts) of each token, `[R, K]`; the contract of Megatron-core's `RouterReplay`."""
+        wanted_RK = self._wanted_RK if self._in_forward else self._for_recompute.popleft()
+        values_RK, own_RK = native(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if wanted_RK is None:
+            experts_RK = own_RK
         else:
-            replayed_T1 = wanted_TK[:, :1] != NATIVE_EXPERT
-            experts_TK = torch.where(replayed_T1, wanted_TK, own_TK)
-            values_TK = scores.gather(1, experts_TK)
+            replayed_R1 = wanted_RK[:, :1] != NATIVE_EXPERT
+            experts_RK = torch.where(replayed_R1, wanted_RK, own_RK)
+            values_RK = scores.gather(1, experts_RK)
         if self._in_forward:
-            self.chosen_TK = experts_TK
-            if wanted_TK is not None:
-                self._compare(wanted_TK, own_TK)
-        return values_TK, experts_TK
+            self.chosen_RK = experts_RK
+            if wanted_RK is not None:
+                self._compare(wanted_RK, own_RK)
+        return values_RK, experts_RK
 
-    def _compare(self, wanted_TK: Tensor, own_TK: Tensor) -> None:
-        missing_T = 1.0 - (wanted_TK[:, :, None] == own_TK[:, None, :]).any(2).double().mean(1)
-        replayed_T = (wanted_TK[:, 0] != NATIVE_EXPERT).double()
-        sums = torch.stack([(missing_T * replayed_T).sum(), replayed_T.sum()])
+    def _compare(self, wanted_RK: Tensor, own_RK: Tensor) -> None:
+        missing_R = 1.0 - (wanted_RK[:, :, None] == own_RK[:, None, :]).any(2).double().mean(1)
+        replayed_R = (wanted_RK[:, 0] != NATIVE_EXPERT).double()
+        sums = torch.stack([(missing_R * replayed_R).sum(), replayed_R.sum()])
         self.mismatch = sums if self.mismatch is None else self.mismatch + sums
 
 
@@ -110,10 +110,10 @@ class RouterReplay:
     def forward(self, chunk: int, batch: MicroBatch, *, with_gradient: bool) -> Iterator[None]:
         """Around the forward pass of a chunk."""
         layers = self._layers[chunk]
-        wanted_TLK = self._local(batch) if layers else None
+        wanted_RLK = self._local(batch) if layers else None
         for layer in layers:
-            wanted_TK = None if wanted_TLK is None else wanted_TLK[:, layer.moe_layer]
-            layer.begin(wanted_TK, keep_for_recompute=with_gradient and self._recomputes)
+            wanted_RK = None if wanted_RLK is None else wanted_RLK[:, layer.moe_layer]
+            layer.begin(wanted_RK, keep_for_recompute=with_gradient and self._recomputes)
         yield
         for layer in layers:
             layer.end()
@@ -129,16 +129,14 @@ class RouterReplay:
             layer.reset()
 
     def chosen(self, chunk: int, batch: MicroBatch) -> Tensor:
-        """int32 `[S, B, L, K]`, -1 in layers of other chunks and for tokens of other ranks: the last forward pass."""
-        (num_rows, length), layers = batch.tokens_BS.shape, self._layers[chunk]
-        shape = (length, num_rows, self.num_layers, self.topk)
-        experts_SBLK = torch.full(shape, NATIVE_EXPERT, dtype=torch.int32, device=batch.tokens_BS.device)
-        here = local_positions(length, device=experts_SBLK.device)
-        for layer in layers:
-            assert layer.chosen_TK is not None
-            chosen = layer.chosen_TK.to(torch.int32).view(len(here), num_rows, self.topk)
-            experts_SBLK[here, :, layer.moe_layer] = chosen
-        return experts_SBLK
+        """int32 `[T, L, K]`, -1 in layers of other chunks and for tokens of other ranks: the last forward pass."""
+        shape = (batch.tokens_T.numel(), self.num_layers, self.topk)
+        experts_TLK = torch.full(shape, NATIVE_EXPERT, dtype=torch.int32, device=batch.tokens_T.device)
+        here = router_positions(batch)
+        for layer in self._layers[chunk]:
+            assert layer.chosen_RK is not None
+            experts_TLK[here, layer.moe_layer] = layer.chosen_RK.to(torch.int32)
+        return experts_TLK
 
     def take_mismatch(self) -> tuple[float, float]:
         """(sum, number) of the fractions of experts that the live routers would not have chosen, over replayed tokens and
@@ -156,25 +154,24 @@ class RouterReplay:
         return (layer for layers in self._layers for layer in layers)
 
     def _local(self, batch: MicroBatch) -> Tensor | None:
-        """int64 `[T, L, K]` of the tokens that this rank's routers see."""
-        if batch.experts_SBLK is None:
+        """int64 `[R, L, K]`."""
+        if batch.experts_TLK is None:
             return None
-        given = tuple(batch.experts_SBLK.shape[2:])
+        given = tuple(batch.experts_TLK.shape[1:])
         if given != (self.num_layers, self.topk):
             raise ValueError(
                 f"TokenRow.experts: {given} (MoE layers, experts a token), but the model has {(self.num_layers, self.topk)}"
             )
-        here = local_positions(batch.tokens_BS.size(1), device=batch.experts_SBLK.device)
-        return batch.experts_SBLK[here].flatten(0, 1).long()
+        return batch.experts_TLK[router_positions(batch)].long()
 
 
-def local_positions(length: int, *, device: torch.device) -> Tensor:
-    """int64: positions of the sequence whose tokens this rank's routers see, in their order."""
-    cp, tp = parallel_state.get_context_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()
-    positions = torch.arange(length, device=device)
-    if cp > 1:
-        positions = zigzag_positions(length, cp, device=device)[parallel_state.get_context_parallel_rank()]
-    return positions.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+def router_positions(batch: MicroBatch) -> Tensor:
+    """int64 `[R]`: positions of T whose tokens this rank's routers see, in their order."""
+    positions = context_rank_positions(batch)
+    if positions is None:
+        positions = torch.arange(batch.tokens_T.numel(), device=batch.tokens_T.device)
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    return positions.chunk(tp)[rank]
 
 
 class ExpertRecord:
@@ -194,12 +191,13 @@ class ExpertRecord:
         experts: dict[int, Tensor] = {}
         tensor_and_pipeline = parallel_state.get_model_parallel_group()
         for number, batch in enumerate(batches):
-            chosen_SBLK = self._chosen[number]
+            chosen_TLK = self._chosen[number]
             for peers in (tensor_and_pipeline, parallel_state.get_context_parallel_group()):
                 if peers.size() > 1:
-                    dist.all_reduce(chosen_SBLK, op=dist.ReduceOp.MAX, group=peers)
-            for b, index in enumerate(batch.row_indices):
-                experts[index] = chosen_SBLK[: rows[index].token_ids.numel(), b].to(torch.int16).cpu()
+                    dist.all_reduce(chosen_TLK, op=dist.ReduceOp.MAX, group=peers)
+            for start, index in zip(batch.starts, batch.row_indices, strict=False):
+                stop = start + rows[index].token_ids.numel()
+                experts[index] = chosen_TLK[start:stop].to(torch.int16).cpu()
         return [experts[index] for index in range(len(rows))]
 
 

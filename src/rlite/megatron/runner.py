@@ -18,7 +18,7 @@ from torch import Tensor
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.forward import forward_hidden, token_scores
 from rlite.megatron.metrics import MetricSums
-from rlite.megatron.microbatch import MicroBatch, agree_on_count, make_microbatch, plan_microbatches
+from rlite.megatron.microbatch import MicroBatch, agree_on_count, make_microbatch, pack_rows, round_up, spread_rows
 from rlite.megatron.model import unwrap
 from rlite.megatron.optimizer import McoreOptimizer
 from rlite.megatron.options import MegatronOptions
@@ -174,23 +174,27 @@ class PolicyRunner:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(batches),
-            seq_length=batches[0].tokens_BS.size(1),
-            micro_batch_size=batches[0].tokens_BS.size(0),
+            seq_length=batches[0].tokens_T.numel(),
+            micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
     def _microbatches(self, rows: Sequence[TokenRow]) -> list[MicroBatch]:
-        layout = self.layout
-        multiple_of = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-        plan = plan_microbatches(
-            [row.token_ids.numel() for row in rows],
-            max_tokens=self.options.max_tokens_per_microbatch,
-            multiple_of=multiple_of,
+        layout, max_tokens = self.layout, self.options.max_tokens_per_microbatch
+        row_multiple = (
+            2 * layout.cp if layout.cp > 1 else 1
+        )  # context parallelism cuts every row, tensor parallelism all
+        lengths = [round_up(row.token_ids.numel(), row_multiple) for row in rows]
+        count = agree_on_count(
+            len(pack_rows(lengths, max_tokens=max_tokens)), multiple_of=layout.pp if layout.vpp > 1 else 1
         )
-        count = agree_on_count(len(plan), multiple_of=layout.pp if layout.vpp > 1 else 1)
-        plan += [[] for _ in range(count - len(plan))]
-        return [make_microbatch(rows, indices, multiple_of=multiple_of, device=self._device) for indices in plan]
+        return [
+            make_microbatch(
+                rows, indices, row_multiple=row_multiple, total_multiple=row_multiple * layout.tp, device=self._device
+            )
+            for indices in spread_rows(lengths, count=count, max_tokens=max_tokens)
+        ]
 
     def _token_scores(
         self, model: torch.nn.Module, hidden: Tensor, batch: MicroBatch, temperature: float
