@@ -13,6 +13,8 @@ class BatchConfig:
     """Optimizer steps that share the completions of one rollout step, each on another part of them."""
     epochs: int = 1
     """Times all completions are used."""
+    balance: bool = True
+    """Move whole groups between data-parallel ranks so that each trains on about as many tokens."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "minibatches", "epochs"):

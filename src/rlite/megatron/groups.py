@@ -1,6 +1,11 @@
 """Process groups and random generators of a layout."""
 
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from rlite.layout.parallel import ParallelLayout
@@ -13,7 +18,7 @@ def build_process_groups(layout: ParallelLayout, *, seed: int = 0) -> None:
         ValueError: the layout does not fit the world size.
         RuntimeError: this process already has groups.
     """
-    layout.validate(torch.distributed.get_world_size())
+    layout.validate(dist.get_world_size())
     if parallel_state.model_parallel_is_initialized():
         raise RuntimeError("Megatron's process groups exist already: one layout per process")
     parallel_state.initialize_model_parallel(
@@ -27,3 +32,20 @@ def build_process_groups(layout: ParallelLayout, *, seed: int = 0) -> None:
     )
     with torch.random.fork_rng(devices=[]):  # the caller's generator stays as it was seeded
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def exchange_objects(outgoing: Sequence[Any], device: torch.device) -> list[Any]:
+    """Gives `outgoing[r]` to rank r of this rank's data-parallel group; returns what each of them gave. Collective.
+
+    Unlike an all-gather of objects it moves each only to where it goes.
+    """
+    group = parallel_state.get_data_parallel_group()
+    payloads = [pickle.dumps(value) for value in outgoing]
+    sizes = torch.tensor([len(payload) for payload in payloads], device=device)
+    incoming = torch.empty_like(sizes)
+    dist.all_to_all_single(incoming, sizes, group=group)
+    send_sizes, receive_sizes = sizes.tolist(), incoming.tolist()
+    sent = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(device)
+    received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+    return [pickle.loads(part.cpu().numpy().tobytes()) for part in received.split(receive_sizes)]

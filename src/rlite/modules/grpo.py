@@ -1,6 +1,5 @@
 """`GRPOModule`: group-relative policy optimisation. The algorithm is in `rlite.algorithms`; this is its order of events."""
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from rlite.megatron.options import OptimizerConfig
 from rlite.memory import Phase
 from rlite.modules.base import PolicyModule
 from rlite.modules.experience import Experience
+from rlite.modules.groups import Balance, group_tokens, minibatches_of, receive, split_groups
 from rlite.modules.step import StepFacts, difference_sums, step_metrics
 from rlite.rewards import RewardRunner, RewardSpec
 from rlite.types import LossFn, LossOutput, Rollout, RolloutBatch, TokenScores
@@ -120,9 +120,10 @@ class GRPOModule(PolicyModule):
         started_s = time.perf_counter()
         earlier = ("generate", "sync", "reward") if batch.scored else ("generate", "sync")  # by the rollout callback
         self.score(batch)
+        balance = self._balance(batch) if self.batch.balance else {}
         experience = Experience.from_rollouts(batch.rollouts)
         self._logprobs(experience, batch)
-        metrics = self._advantages(experience, batch)
+        metrics = balance | self._advantages(experience, batch)
         metrics |= self._updates(experience, batch)
         metrics["rollout_step"] = float(batch_idx)
         self._log(batch, metrics, started_s, earlier)
@@ -165,6 +166,16 @@ class GRPOModule(PolicyModule):
         for rollout, scored in zip(batch.rollouts, outcomes[self.strategy.dp_rank], strict=True):
             rollout.rewards, rollout.reward = scored.rewards, scored.total
         batch.scored = True
+
+    def _balance(self, batch: RolloutBatch) -> dict[str, float]:
+        """Evens out the tokens of data-parallel ranks, within each optimizer step; returns how even they were and are."""
+        groups = split_groups(batch.rollouts, self.batch.group_size)
+        everyone = self.strategy.gather_data_parallel([group_tokens(group) for group in groups])
+        if len(everyone) == 1:
+            return {}
+        balance = Balance(tokens=everyone, minibatches=self.batch.minibatches)
+        receive(batch, self.strategy.exchange_data_parallel(balance.outgoing(self.strategy.dp_rank, groups)))
+        return balance.metrics()
 
     def _logprobs(self, experience: Experience, batch: RolloutBatch) -> None:
         """Reference log-probabilities, and the trainer's own where the updates would move away from them."""
@@ -283,15 +294,9 @@ class GRPOModule(PolicyModule):
 
     def _minibatches(self, num_rows: int) -> list[list[int]]:
         """Row indices of each optimizer step; groups stay whole, epochs repeat the same parts."""
-        size, parts = self.batch.group_size, self.batch.minibatches
-        num_groups = num_rows // size
-        if num_groups < parts:
-            raise ValueError(
-                f"model.batch.minibatches = {parts} is more than the {num_groups} prompts on this data-parallel rank: "
-                "lower it or raise data.batch_size"
-            )
-        bounds = [k * num_groups // parts * size for k in range(parts + 1)]
-        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)] * self.batch.epochs
+        size = self.batch.group_size
+        parts = minibatches_of(num_rows // size, self.batch.minibatches)
+        return [list(range(part.start * size, part.stop * size)) for part in parts] * self.batch.epochs
 
     def _loss_fn(self, experience: Experience, indices: Sequence[int], rollouts: Sequence[Rollout]) -> LossFn:
         """The loss of one optimizer step, with its denominators summed once over all ranks."""

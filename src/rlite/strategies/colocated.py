@@ -275,6 +275,17 @@ class ColocatedRLStrategy(ParallelStrategy):
         by_dp_rank = dict(reversed(gathered))
         return [by_dp_rank[rank] for rank in sorted(by_dp_rank)]
 
+    def exchange_data_parallel(self, outgoing: Sequence[Any]) -> list[Any]:
+        """Gives `outgoing[d]` to data-parallel rank d; returns what each gave to this one. Values must be picklable.
+
+        Ranks that share a `dp_rank` must give the same.
+        """
+        if len(outgoing) == 1:
+            return list(outgoing)
+        from rlite.megatron.groups import exchange_objects
+
+        return exchange_objects(outgoing, self.root_device)
+
     @property
     def leads_data_rank(self) -> bool:
         """True on the lowest of the ranks that share a `dp_rank`: it does what must be done once for their data."""
