@@ -18,12 +18,13 @@ LENGTH = "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_to
 """A reward that differs between the completions of a random policy."""
 
 
-def engine(kind: str, settings: str) -> str:
+def engine(kind: str, settings: str, max_tokens: int = 4) -> str:
     """The demo's callbacks with another engine."""
     return (
         f"--trainer.callbacks=[{{class_path: rlite.callbacks.{kind}, init_args: {{engine: {{dtype: float32, {settings}, "
-        "max_model_len: 32, kv_cache_memory_bytes: 33554432}, sampling: {max_tokens: 4}, logprob_tolerance: 1.0e-4}}, "
-        "{class_path: rlite.callbacks.EP2TPConversion}, {class_path: rlite.callbacks.MemoryOffload}]"
+        f"max_model_len: 32, kv_cache_memory_bytes: 33554432}}, sampling: {{max_tokens: {max_tokens}}}, "
+        "logprob_tolerance: 1.0e-4}}, {class_path: rlite.callbacks.EP2TPConversion}, "
+        "{class_path: rlite.callbacks.MemoryOffload}]"
     )
 
 
@@ -111,8 +112,19 @@ def test_a_whole_rl_step_does_not_depend_on_the_layout(
     for key in ("reward/mean", "loss", "grad_norm", "entropy", "ratio/max", "ratio/min"):
         assert row[key] == pytest.approx(one_process[key], rel=1e-5, abs=1e-7), key
     assert row["rollout/logprob_diff_max"] <= 1e-4
-    if layout == LAYOUTS["dp2"]:  # groups changed ranks on the way
-        assert row["global_seqlen/balanced_max"] < row["global_seqlen/max"]
+
+
+@pytest.mark.slow
+def test_balancing_tokens_over_data_parallel_ranks_changes_no_loss(tmp_path: Path) -> None:
+    """Completions of very different lengths, two optimizer steps on other groups each, and adaptive denominators."""
+    arguments = ("--trainer.strategy.init_args.layout={ep: 1}", engine("VLLMRollout", "tp: 1", max_tokens=16))
+    arguments += (LENGTH, "--model.batch.minibatches=2", "--data.batch_size=8", "--trainer.limit_train_batches=1")
+    stays = grpo(tmp_path / "stays", *arguments, "--model.batch.balance=false")[0]
+    moves = grpo(tmp_path / "moves", *arguments)[0]
+    assert moves["global_seqlen/balanced_max"] < moves["global_seqlen/max"]
+    assert "global_seqlen/max" not in stays
+    for key in ("reward/mean", "loss", "grad_norm", "entropy", "ratio/max", "completions/mean_length"):
+        assert moves[key] == pytest.approx(stays[key], rel=1e-5, abs=1e-7), key
 
 
 def test_a_reference_at_the_start_has_no_kl_and_then_some(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_a_group_stays_in_its_optimizer_step() -> None:
         [[(0, ["a"]), (1, ["b"])], []],
         [[], [(0, ["c"]), (1, ["d"])]],
     ]  # one group a rank: nothing to even out
+    assert balance.metrics()["global_seqlen/max"] == balance.metrics()["global_seqlen/balanced_max"] == 9 + 8
     balance = Balance(tokens=[[9, 8], [1, 2]], minibatches=1)
     sent = [balance.outgoing(rank, groups[rank]) for rank in range(2)]
     assert sent == [[[(0, ["a"])], [(0, ["b"])]], [[(0, ["c"])], [(0, ["d"])]]]

@@ -4,6 +4,7 @@ Ranks wait for each other in every step, so the one with the most tokens sets th
 all have about as many. Which groups an optimizer step uses does not change, so neither do its loss and gradients.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,17 +87,22 @@ class Balance:
         return to
 
     def metrics(self) -> dict[str, float]:
-        """`global_seqlen/{min,max,balanced_min,balanced_max}` (verl's names): tokens of the ranks with the fewest and most."""
-        after = [0] * len(self.tokens)
-        for moves, tokens in zip(self._moves, self.tokens, strict=True):
-            for (_, destination), count in zip(moves, tokens, strict=True):
-                after[destination] += count
-        before = [sum(tokens) for tokens in self.tokens]
+        """`global_seqlen/{min,max,balanced_min,balanced_max}` (verl's names): tokens of the emptiest and the fullest rank,
+        summed over optimizer steps."""
+        before, after = Counter(), Counter()
+        for rank, (moves, tokens) in enumerate(zip(self._moves, self.tokens, strict=True)):
+            for (part, destination), count in zip(moves, tokens, strict=True):
+                before[part, rank] += count
+                after[part, destination] += count
+        steps = [[(part, rank) for rank in range(len(self.tokens))] for part in range(self.minibatches)]
         return {
-            "global_seqlen/min": float(min(before)),
-            "global_seqlen/max": float(max(before)),
-            "global_seqlen/balanced_min": float(min(after)),
-            "global_seqlen/balanced_max": float(max(after)),
+            f"global_seqlen/{name}": float(sum(extreme(load[key] for key in step) for step in steps))
+            for name, load, extreme in (
+                ("min", before, min),
+                ("max", before, max),
+                ("balanced_min", after, min),
+                ("balanced_max", after, max),
+            )
         }
 
 
