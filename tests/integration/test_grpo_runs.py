@@ -112,6 +112,7 @@ def test_a_whole_rl_step_does_not_depend_on_the_layout(
     for key in ("reward/mean", "loss", "grad_norm", "entropy", "ratio/max", "ratio/min"):
         assert row[key] == pytest.approx(one_process[key], rel=1e-5, abs=1e-7), key
     assert row["rollout/logprob_diff_max"] <= 1e-4
+    assert any(line["logprob_diff"] > 0 for line in samples(tmp_path / "run")), "known on every pipeline stage"
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ class PolicyRunner:
             pieces = torch.stack([scores.logprobs, scores.entropy]).split(batch.num_tokens_per_row, dim=1)
             for index, piece in zip(batch.row_indices, pieces, strict=False):
                 values[:, offsets[index] : offsets[index] + piece.size(1)] = piece
-        self._broadcast_from_last_stage(values)
+        values = self.from_last_stage(values)
         experts = record.rows(batches, rows) if record is not None else [None] * len(rows)
         return [
             TokenScores(logprobs=row[0].clone(), entropy=row[1].clone(), experts=chosen)
@@ -208,10 +208,14 @@ class PolicyRunner:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 
-    def _broadcast_from_last_stage(self, values: Tensor) -> None:
-        if self.layout.pp > 1 and values.numel():
-            source = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(values, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    def from_last_stage(self, values: Tensor) -> Tensor:
+        """`values` of the last pipeline stage, on every stage."""
+        if self.layout.pp == 1 or not values.numel():
+            return values
+        shared = values.to(self._device, copy=True)
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(shared, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+        return shared
 
     def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -22,6 +22,8 @@ class Experience:
     """int64, completion tokens."""
     rollout_logprobs: list[Tensor]
     """As the engine sampled them."""
+    logprob_diff_B: Tensor
+    """fp32, mean |trainer - engine| log-probability of each row; filled where losses are computed."""
     old_logprobs: list[Tensor] | None = None
     """The trainer's, before the first update; None when there is only one and it is on-policy."""
     ref_logprobs: list[Tensor] | None = None
@@ -39,14 +41,18 @@ class Experience:
         return cls(
             rows=[TokenRow.from_rollout(rollout) for rollout in rollouts],
             lengths_B=torch.tensor([len(r.completion.token_ids) for r in rollouts], dtype=torch.int64),
+            logprob_diff_B=torch.zeros(len(rollouts)),
             rollout_logprobs=[torch.tensor(r.completion.logprobs, dtype=torch.float32) for r in rollouts],
         )
 
-    def check_logprobs(self) -> None:
-        """Raises ValueError naming row and token of a recorded log-probability that no healthy run gives."""
-        replace(self, advantages=[torch.zeros_like(values) for values in self.rollout_logprobs]).loss_inputs(
-            range(len(self.rows))
-        ).validate()
+    def logprob_problem(self) -> ValueError | None:
+        """Names row and token of a recorded log-probability that no healthy run gives."""
+        placeholder = replace(self, advantages=[torch.zeros_like(values) for values in self.rollout_logprobs])
+        try:
+            placeholder.loss_inputs(range(len(self.rows))).validate()
+        except ValueError as error:
+            return error
+        return None
 
     def loss_inputs(self, indices: Sequence[int], scores: TokenScores | None = None) -> LossInputs:
         """The rows `indices`, in that order, with their live scores; without scores, the recorded ones take their place."""

@@ -34,7 +34,7 @@ from rlite.modules.experience import Experience
 from rlite.modules.groups import Balance, group_tokens, minibatches_of, receive, split_groups
 from rlite.modules.step import StepFacts, difference_sums, step_metrics
 from rlite.rewards import RewardRunner, RewardSpec
-from rlite.types import LossFn, LossOutput, Rollout, RolloutBatch, TokenScores
+from rlite.types import LossFn, LossOutput, RolloutBatch, TokenScores
 
 RewardLike = RewardSpec | str | Callable[..., Any]
 
@@ -111,7 +111,13 @@ class GRPOModule(PolicyModule):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        self.rewards.check_columns(self.trainer.datamodule.columns)  # type: ignore[attr-defined]
+        columns = getattr(getattr(self.trainer, "datamodule", None), "columns", None)
+        if columns is None:
+            raise TypeError(
+                f"{type(self).__name__} needs a data module that yields prompts: pass datamodule=PromptDataModule(...) to the "
+                "Trainer"
+            )
+        self.rewards.check_columns(columns)
         if stage == "fit" and self.algorithm.needs_ref_logprobs:
             self.strategy.keep_reference()
 
@@ -130,14 +136,19 @@ class GRPOModule(PolicyModule):
 
     @override
     def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    @override
+    def test_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: RolloutBatch, stage: str) -> None:
         self.score(batch)
         facts = StepFacts.concatenate(self._step_facts(batch))
         count = len(facts.rewards_B)
         for name, value in step_metrics(facts, torch.arange(count), self.rewards.names).items():
             if name.startswith(("reward", "completions/")):
-                self.log(f"val/{name}", value, on_step=False, on_epoch=True, batch_size=count)
-
-    test_step = validation_step
+                self.log(f"{stage}/{name}", value, on_step=False, on_epoch=True, batch_size=count)
 
     @override
     def predict_step(self, batch: RolloutBatch, batch_idx: int) -> None:
@@ -166,6 +177,12 @@ class GRPOModule(PolicyModule):
         for rollout, scored in zip(batch.rollouts, outcomes[self.strategy.dp_rank], strict=True):
             rollout.rewards, rollout.reward = scored.rewards, scored.total
         batch.scored = True
+
+    def _raise_everywhere(self, error: ValueError | None) -> None:
+        """A row that is wrong on one rank ends the run on all: the others would wait for it in the next collective."""
+        for failure in self.strategy.gather_data_parallel(error):
+            if failure is not None:
+                raise failure
 
     def _balance(self, batch: RolloutBatch) -> dict[str, float]:
         """Evens out the tokens of data-parallel ranks, within each optimizer step; returns how even they were and are."""
@@ -197,7 +214,7 @@ class GRPOModule(PolicyModule):
                     replace(row, experts=s.experts) for row, s in zip(experience.rows, scores, strict=True)
                 ]
             experience.entropy_threshold = self._entropy_threshold([s.entropy for s in scores])
-        experience.check_logprobs()
+        self._raise_everywhere(experience.logprob_problem())
 
     def _entropy_threshold(self, entropies: Sequence[Tensor]) -> float | None:
         """Entropy above which tokens are trained on, over the whole rollout step (`entropy_top_fraction`)."""
@@ -268,7 +285,7 @@ class GRPOModule(PolicyModule):
             with strategy.stopwatch.timed("update"):
                 result = strategy.update(
                     [experience.rows[i] for i in indices],
-                    self._loss_fn(experience, indices, batch.rollouts),
+                    self._loss_fn(experience, indices),
                     temperature=batch.sampling.temperature,
                 )
             sums.append(result.metric_sums)
@@ -276,6 +293,9 @@ class GRPOModule(PolicyModule):
             skipped += not result.applied
             lr = self.trainer.optimizers[0].param_groups[0]["lr"]
             self.step_schedules()
+        differences_B = strategy.from_last_stage(experience.logprob_diff_B)
+        for rollout, difference in zip(batch.rollouts, differences_B.tolist(), strict=True):
+            rollout.logprob_diff = difference
         self._abort_after_skips(skipped, len(sums))
         metrics = summarize_metrics(add_metric_sums(sums))
         for name in ("loss", "policy_loss", "kl_loss"):  # sums over the updates; their mean compares between runs
@@ -298,7 +318,7 @@ class GRPOModule(PolicyModule):
         parts = minibatches_of(num_rows // size, self.batch.minibatches)
         return [list(range(part.start * size, part.stop * size)) for part in parts] * self.batch.epochs
 
-    def _loss_fn(self, experience: Experience, indices: Sequence[int], rollouts: Sequence[Rollout]) -> LossFn:
+    def _loss_fn(self, experience: Experience, indices: Sequence[int]) -> LossFn:
         """The loss of one optimizer step, with its denominators summed once over all ranks."""
         local = self.objective.counts(experience.loss_inputs(indices))
         counts = Counts.from_tensor(sum(self.strategy.gather_data_parallel(local.to_tensor())))
@@ -308,7 +328,7 @@ class GRPOModule(PolicyModule):
             output = self.loss(experience.loss_inputs(absolute, scores), counts, experience.entropy_threshold)
             differences = experience.engine_differences(absolute, scores.logprobs)
             for row, difference in zip(absolute, differences, strict=True):
-                rollouts[row].logprob_diff = float(difference.mean()) if len(difference) else 0.0
+                experience.logprob_diff_B[row] = difference.mean() if len(difference) else 0.0
             return replace(output, metric_sums=output.metric_sums | difference_sums(differences))
 
         return loss_fn

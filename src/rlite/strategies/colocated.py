@@ -286,6 +286,10 @@ class ColocatedRLStrategy(ParallelStrategy):
 
         return exchange_objects(outgoing, self.root_device)
 
+    def from_last_stage(self, values: Tensor) -> Tensor:
+        """`values` of the last pipeline stage, the only one that computes losses."""
+        return self.policy.runner.from_last_stage(values)
+
     @property
     def leads_data_rank(self) -> bool:
         """True on the lowest of the ranks that share a `dp_rank`: it does what must be done once for their data."""
