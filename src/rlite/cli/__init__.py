@@ -6,6 +6,24 @@ This module is imported before torch, so that thread counts are in the environme
 import os
 import sys
 
+_HELP = """usage: rlite COMMAND --config FILE [--key value ...]
+
+RL post-training of large language models: training and generation share the same devices in turns.
+
+commands that run a config (rlite COMMAND --help lists every key, --print_config shows all values):
+  fit        train; --ckpt_path last goes on after an interruption
+  validate   greedy completions and rewards of the validation data
+  test       the same of the test data
+  generate   completions into predictions.jsonl (also: predict)
+
+commands that train nothing:
+  plan       memory, traffic and devices of a run, before it is launched; exits 1 when it does not fit
+  export     the policy of a checkpoint as a Hugging Face directory
+  report     one HTML page of a run
+
+  --version  print the version
+"""
+
 
 def main(args: list[str] | None = None) -> None:
     """Entry point of the `rlite` command."""
@@ -15,6 +33,9 @@ def main(args: list[str] | None = None) -> None:
 
         print(f"rlite {__version__}")
         return
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(_HELP, end="")
+        sys.exit(0 if arguments else 2)
     # Several ranks share a machine's cores: with more threads than cores they spin against each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if (
