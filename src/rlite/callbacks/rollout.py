@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -14,6 +13,7 @@ from typing_extensions import override
 
 from rlite.callbacks.conversion import EP2TPConversion
 from rlite.callbacks.dynamic_sampling import GroupPool
+from rlite.callbacks.engine_check import EngineCheck
 from rlite.callbacks.engine_memory import EngineMemory
 from rlite.device import DeviceKind
 from rlite.layout.architecture import Architecture
@@ -28,9 +28,7 @@ from rlite.rollout.config import TransformersConfig, VLLMConfig
 from rlite.rollout.engine import GenerationRequest, RolloutEngine
 from rlite.rollout.sampling import sampling_seed
 from rlite.strategies.colocated import ColocatedRLStrategy, colocated
-from rlite.types import Completion, Prompt, Rollout, RolloutBatch, SamplingConfig, TokenRow
-
-_CHECK_TOKENS = 8
+from rlite.types import Completion, Prompt, Rollout, RolloutBatch, SamplingConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +176,17 @@ class RolloutCallback(Callback):
     ) -> None:
         strategy, engine = colocated(trainer), self._engine(trainer, module)
         strategy.enter(Phase.GENERATE)
-        check = [] if self._checked else self._sample_check(strategy, engine, job.sampling)
+        check = None
+        if not self._checked:
+            check = EngineCheck.sample(
+                strategy, engine, self.engine_layout, temperature=job.sampling.temperature or 1.0
+            )
         self._sample(trainer, engine, batch, job)
         if max_rounds > 1:
             self._replace_uniform_groups(trainer, module, engine, batch, job)
-        if check:
-            self._compare(strategy, check)
+        if check is not None:
+            check.compare(strategy, tolerance=self.logprob_tolerance)
+            self._checked = True
 
     def _sample(self, trainer: Trainer, engine: RolloutEngine, batch: RolloutBatch, job: _Job) -> None:
         strategy = colocated(trainer)
@@ -251,53 +254,6 @@ class RolloutCallback(Callback):
         batch.prompts = [group[0].prompt for group in mine]
         batch.rollouts = [rollout for group in mine for rollout in group]
         self._pool_metrics = pool.metrics()
-
-    # -- engine against trainer --------------------------------------------------------------------------------------
-
-    def _sample_check(
-        self, strategy: ColocatedRLStrategy, engine: RolloutEngine, sampling: SamplingConfig
-    ) -> list[tuple[TokenRow, tuple[float, ...], float]]:
-        """A few tokens after fixed prompts, of every engine. The same on every rank: a broken engine samples others."""
-        vocabulary = strategy.policy.architecture.vocab_size
-        fixed = SamplingConfig(max_tokens=_CHECK_TOKENS, temperature=sampling.temperature or 1.0)
-        requests = [
-            GenerationRequest(
-                prompt_token_ids=tuple((7 * start + 3 * k + 5) % vocabulary for k in range(6)),
-                seed=start,
-                sampling=fixed,
-            )
-            for start in range(2)
-        ]
-        samples = []
-        for request, completion in zip(requests, engine.generate(requests), strict=True):
-            prompt = Prompt(uid=0, token_ids=request.prompt_token_ids, text="")
-            row = TokenRow.from_rollout(Rollout(prompt=prompt, completion=completion, sample_index=0))
-            samples.append((row, completion.logprobs, fixed.temperature))
-        if self.engine_layout.replicas(strategy.world_size) == 1:
-            return samples
-        everyones: list[Any] = [None] * strategy.world_size
-        dist.all_gather_object(everyones, samples)
-        return [sample for of_rank in everyones[:: self.engine_layout.tp] for sample in of_rank]
-
-    def _compare(self, strategy: ColocatedRLStrategy, check: list[tuple[TokenRow, tuple[float, ...], float]]) -> None:
-        """Stops the run, on every rank, when trainer and engine do not compute the same model."""
-        strategy.enter(Phase.LOGPROB)
-        scores = strategy.score([row for row, _, _ in check], temperature=check[0][2])
-        differences = [
-            (score.logprobs.cpu() - score.logprobs.new_tensor(sampled).cpu()).abs()
-            for score, (_, sampled, _) in zip(scores, check, strict=True)
-        ]
-        largest = torch.cat(differences).nan_to_num(nan=torch.inf).max()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        worst = float(largest)
-        if not worst <= self.logprob_tolerance:
-            raise RuntimeError(
-                f"engine and trainer disagree after the first weight sync: max |log-prob difference| on a fixed prompt is "
-                f"{worst:.3g} > logprob_tolerance = {self.logprob_tolerance}. They do not compute the same model: the weight "
-                "conversion, a stale derived weight of the engine, or another dtype or rope setting. Raise "
-                "logprob_tolerance only if bf16 rounding explains it."
-            )
-        self._checked = True
 
 
 class VLLMRollout(RolloutCallback):

@@ -5,14 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlite.callbacks import RolloutCallback
+from rlite.callbacks.engine_check import EngineCheck
 from rlite.layout.parallel import EngineLayout
-from rlite.types import Completion, SamplingConfig, TokenScores
+from rlite.types import Completion, TokenScores
 from tests.helpers.world import run_world
-
-
-class _TwoEngines(RolloutCallback):
-    engine_layout = EngineLayout(tp=1)
 
 
 def _check(broken: dict[int, float]) -> tuple[list[list[int]], str]:
@@ -31,14 +27,13 @@ def _check(broken: dict[int, float]) -> tuple[list[list[int]], str]:
         enter=lambda phase: None,
         score=score,
     )
-    callback = _TwoEngines(logprob_tolerance=0.1)
-    samples = callback._sample_check(strategy, engine, SamplingConfig())
+    check = EngineCheck.sample(strategy, engine, EngineLayout(tp=1), temperature=1.0)
     try:
-        callback._compare(strategy, samples)
+        check.compare(strategy, tolerance=0.1)
         error = ""
     except RuntimeError as raised:
         error = str(raised)
-    return [row.token_ids.tolist()[6:] for row, _, _ in samples], error
+    return [row.token_ids.tolist()[6:] for row in check.rows], error
 
 
 @pytest.mark.parametrize("logprob", [-3.0, float("nan")])
