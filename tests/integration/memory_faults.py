@@ -2,18 +2,19 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from rlite.memory.phases import OPTIMIZER
 
 
 class BreakTransition(Callback):
-    """There is no memory for the optimizer state on the way into TRAIN."""
+    """The optimizer state does not arrive: its copy fails in the background of TRAIN."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             optimizer = trainer.strategy.phases.residents[OPTIMIZER]
-            optimizer._fill = _no_memory
+            optimizer._pairs_from_host = lambda: [(_NoMemory(), torch.empty(1))]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         _tell(trainer, exception)
@@ -30,8 +31,9 @@ class KillEngine(Callback):
         _tell(trainer, exception)
 
 
-def _no_memory() -> int:
-    raise MemoryError("injected: no memory")
+class _NoMemory:
+    def copy_(self, source: torch.Tensor) -> None:
+        raise MemoryError("injected: no memory")
 
 
 def _dead_engine(*_: Any) -> Any:

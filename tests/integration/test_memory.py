@@ -13,7 +13,7 @@ from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY, 
 from rlite.plan import Cluster
 from rlite.plan.config import job_from_config
 from rlite.plan.memory import plan_memory
-from tests.integration.runs import logger, metrics, rlite
+from tests.integration.runs import logger, metrics, rlite, samples
 
 MIB = 2**20
 BUDGET_GIB, RESERVE_GIB = 0.0625, 0.0078125
@@ -31,12 +31,12 @@ def run(folder: Path, *overrides: str, rollouts: int = 2, timeout_s: float = 300
     return rlite(*COMMON, steps, logger(folder), *overrides, timeout_s=timeout_s)
 
 
-def callbacks(offload: str, *, kv_bytes: int = 32 * MIB, model_len: int = 32) -> str:
+def callbacks(offload: str, *, kv_bytes: int = 32 * MIB, model_len: int = 32, tolerance: float = 1e-4) -> str:
     """The demo's callbacks with other settings of memory."""
     engine = f"{{tp: 2, dtype: float32, max_model_len: {model_len}, kv_cache_memory_bytes: {kv_bytes}}}"
     return (
         f"--trainer.callbacks=[{{class_path: rlite.callbacks.VLLMRollout, init_args: {{engine: {engine}, "
-        "sampling: {max_tokens: 4}, logprob_tolerance: 1.0e-4}}, {class_path: rlite.callbacks.EP2TPConversion}, "
+        f"sampling: {{max_tokens: 4}}, logprob_tolerance: {tolerance}}}}}, {{class_path: rlite.callbacks.EP2TPConversion}}, "
         f"{{class_path: rlite.callbacks.MemoryOffload, init_args: {offload}}}]"
     )
 
@@ -88,6 +88,34 @@ def test_the_host_holds_no_more_than_what_was_offloaded(budgeted: Path) -> None:
     )
     host = max(value for row in metrics(budgeted) for name, value in row.items() if name.endswith("/host_bytes"))
     assert state <= host <= 1.1 * state
+
+
+def bf16_run(folder: Path, offload: str, layout: str) -> Path:
+    """Two rollouts with a reference, own log-probabilities and two updates each."""
+    algorithm = "--model.algorithm={preset: grpo, kl_coef: 0.1}"
+    layout = f"--trainer.strategy.init_args.layout={layout}"
+    precision = "--trainer.precision=bf16-mixed"
+    settings = (callbacks(offload, tolerance=1.0), TRACE, algorithm, layout, precision, "--model.batch.minibatches=2")
+    run(folder, *settings, "--model.optimizer.lr=1e-2")
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["{ep: 2}", pytest.param("{ep: 1}", marks=pytest.mark.slow)])
+def test_overlap_and_rebuilt_weights_change_no_bit_and_spare_the_host_the_weights(layout: str, tmp_path: Path) -> None:
+    plain = bf16_run(tmp_path / "plain", "{overlap: false}", layout)
+    both = bf16_run(tmp_path / "both", "{rebuild_weights: true}", layout)
+    assert samples(plain) == samples(both)
+    for before, after in zip(metrics(plain), metrics(both), strict=True):
+        same = [name for name in before if not name.startswith(("timing_s/", "perf/"))]
+        assert {name: before[name] for name in same} == {name: after[name] for name in same}
+        weights = held(plain)[0, "train"][POLICY]
+        spared = before["perf/phase/train/host_bytes"] - after["perf/phase/train/host_bytes"]
+        assert spared == pytest.approx(weights, rel=0.01)
+        assert after["perf/phase/train/hidden_s"] + after["perf/phase/train/waited_s"] > 0
+        assert before["perf/phase/train/hidden_s"] == before["perf/phase/train/waited_s"] == 0
+    shards = [sorted((folder / "checkpoints").glob("*.ckpt/sharded/*.distcp")) for folder in (plain, both)]
+    assert shards[0] and [p.name for p in shards[0]] == [p.name for p in shards[1]]
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*shards, strict=True))
 
 
 def test_growth_and_peaks_are_logged(budgeted: Path) -> None:
@@ -157,7 +185,7 @@ def test_memory_does_not_grow_over_fifty_rollouts(tmp_path: Path) -> None:
         (
             "BreakTransition",
             "transition generate -> train failed: MemoryError: injected",
-            "failed half way.; on device: policy_weights$",
+            "failed half way.; on device: gradients, policy_weights$",
         ),
         ("KillEngine", "injected: the engine died", "machine: generate; on device: engine_weights, kv_cache"),
     ],

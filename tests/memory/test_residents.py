@@ -66,11 +66,11 @@ def test_an_onload_that_fails_leaves_nothing_on_the_device(monkeypatch: pytest.M
     buffers = FlatBuffers("weights", [first, second])
     buffers.offload()
 
-    def no_memory(copies: object) -> int:
+    def no_memory() -> int:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(buffers, "_move", no_memory)
+        patch.setattr(buffers, "_fill", no_memory)
         with pytest.raises(MemoryError):
             buffers.onload()
     assert (buffers.on_device, buffers.device_bytes()) == (False, 0)

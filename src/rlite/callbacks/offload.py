@@ -30,6 +30,9 @@ class MemoryOffload(Callback):
             of its own: without this setting its KV cache keeps the size of `engine.kv_cache_memory_bytes`.
         reserve_gib: kept free when the KV cache is sized.
         max_growth: the run stops when a growth exceeds this fraction; None only reports it.
+        overlap: training begins while the optimizer state, which only the step reads, is still on its way back.
+        rebuild_weights: weights in bf16 leave without a copy on the host and are made anew from the fp32 main weights there:
+            2 bytes a weight less host memory, for an all-gather over data-parallel ranks whenever they return.
 
     Raises:
         ValueError: an unknown policy, or sizes that make no sense.
@@ -43,8 +46,12 @@ class MemoryOffload(Callback):
         device_budget_gib: float | None = None,
         reserve_gib: float = 1.0,
         max_growth: float | None = None,
+        overlap: bool = True,
+        rebuild_weights: bool = False,
     ) -> None:
-        self.policy = OffloadPolicy(name=policy, budget_bytes=int(budget_gib * GIB))
+        self.policy = OffloadPolicy(
+            name=policy, budget_bytes=int(budget_gib * GIB), overlap=overlap, rebuild_weights=rebuild_weights
+        )
         limit = None if device_budget_gib is None else int(device_budget_gib * GIB)
         if reserve_gib < 0 or (device_budget_gib is not None and device_budget_gib <= reserve_gib):
             raise ValueError(

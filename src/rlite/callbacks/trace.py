@@ -19,7 +19,7 @@ from rlite.strategies.colocated import colocated
 Event = dict[str, Any]
 """One entry of the Trace Event Format; `ts` and `dur` in microseconds, `pid` is the rank."""
 
-_PHASES, _TRANSFERS = 0, 1
+_PHASES, _TRANSFERS, _BACKGROUND = 0, 1, 2
 """Rows (`tid`) of a rank."""
 
 
@@ -69,7 +69,7 @@ def trace_events(entries: Sequence[PhaseEntry], *, rank: int) -> list[Event]:
     wall_s = time.time() - time.perf_counter()
     ends_s = [later.started_s for _, later in pairwise(entries)] + [time.perf_counter()]
     events: list[Event] = [{"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}]
-    for row, name in ((_PHASES, "phases"), (_TRANSFERS, "transfers")):
+    for row, name in ((_PHASES, "phases"), (_TRANSFERS, "transfers"), (_BACKGROUND, "background transfers")):
         events.append({"ph": "M", "name": "thread_name", "tid": row, "args": {"name": name}})
     for entry, end_s in zip(entries, ends_s, strict=True):
         events += _of_phase(entry, end_s)
@@ -102,7 +102,8 @@ def _of_phase(entry: PhaseEntry, end_s: float) -> Iterator[Event]:
 
 
 def _transfer(move: Move) -> Event:
-    event = _span(f"{move.direction} {move.resident}", move.started_s, move.seconds, _TRANSFERS)
+    row = _BACKGROUND if move.in_background else _TRANSFERS  # spans of one row may not cross
+    event = _span(f"{move.direction} {move.resident}", move.started_s, move.seconds, row)
     return event | {"args": {"copied_bytes": move.copied_bytes}}
 
 

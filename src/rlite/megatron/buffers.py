@@ -4,7 +4,7 @@ Every view (parameter, gradient, optimizer shard) stays valid when `untyped_stor
 `resize_(n)` plus a copy brings it back.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -13,6 +13,8 @@ from torch import Tensor
 from rlite.megatron.optimizer import McoreOptimizer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CAST_ELEMENTS = 2**24
+"""fp32 elements on the device at a time while weights are made of main weights."""
 
 
 def flat_parameters(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
@@ -45,6 +47,73 @@ def flat_optimizer_state(optimizer: McoreOptimizer) -> list[Tensor]:
                 inner.state[parameter][key] = view
             flats += flat
     return flats
+
+
+class WeightRebuilder:
+    """Makes the weights in compute dtype from the fp32 main weights, as an optimizer step ends: cast, then all-gather.
+
+    The same bits as before, since weights are the cast of the main weights from the first step to the last.
+
+    Args:
+        chunks: wrapped chunks.
+        optimizer: over these chunks, after `flat_optimizer_state`.
+        content_of: gives the content of a main weight wherever it is, on the device or on the host.
+
+    Raises:
+        ValueError: weights without main weights apart from them.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: McoreOptimizer,
+        *,
+        content_of: Callable[[Tensor], Tensor],
+    ) -> None:
+        for chunk in chunks:
+            _check_rebuildable(chunk)
+        self.chunks, self.content_of = chunks, content_of
+        self.shards = [shard for part in optimizer.parts for shard in _main_weight_shards(part)]
+
+    @torch.no_grad()
+    def run(self) -> int:
+        """Fills the flat parameter buffers, padding aside; returns the bytes that were copied from another device.
+
+        Collective over the ranks that share optimizer state.
+        """
+        copied = 0
+        for main, weights in self.shards:
+            source = self.content_of(main)
+            for piece, cast in zip(source.split(_CAST_ELEMENTS), weights.split(_CAST_ELEMENTS), strict=True):
+                cast.copy_(piece)
+            copied += source.nbytes if source.data_ptr() != main.data_ptr() else 0
+        for chunk in self.chunks:
+            chunk.start_param_sync()
+        return copied
+
+
+def _check_rebuildable(chunk: torch.nn.Module) -> None:
+    """Megatron keeps main weights of parameters in half precision that are trained, and only of these."""
+    trained = {id(p) for buffer in chunk.buffers + chunk.expert_parallel_buffers for p in buffer.params}
+    for name, parameter in chunk.named_parameters():
+        if id(parameter) not in trained or parameter.dtype not in (torch.bfloat16, torch.float16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"MemoryOffload.rebuild_weights = true: {name} ({dtype}) has no fp32 main weights apart from itself; set "
+                "trainer.precision to bf16-mixed, or rebuild_weights to false"
+            )
+
+
+def _main_weight_shards(part: MegatronOptimizer) -> list[tuple[Tensor, Tensor]]:
+    """(fp32 main weights, flat weights that are their cast) for every parameter that this rank has optimizer state of."""
+    shards = []
+    for mains, parameters in zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True):
+        for main, parameter in zip(mains, parameters, strict=True):
+            buffer, _, bucket = part.model_param_gbuf_map[parameter]
+            where = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            flat = part.buffers[buffer].buckets[bucket].param_data.view(-1)
+            shards.append((main, flat[where.start : where.end]))
+    return shards
 
 
 def create_state(optimizer: McoreOptimizer) -> None:

@@ -3,8 +3,9 @@
 Shape legend: N trained tokens of a micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -61,15 +62,19 @@ def copy_policy_weights(critic: Sequence[torch.nn.Module], policy: Sequence[torc
 
 
 class CriticRunner(PolicyRunner):
-    """Values of the trained tokens, and optimizer steps on them. Routers always choose themselves."""
+    """Values of the trained tokens, and optimizer steps on them. Routers always choose themselves, unbalanced."""
+
+    balances_experts = False
 
     def values(self, rows: Sequence[TokenRow]) -> list[Tensor]:
         """fp32 `[trained tokens]` of each row: the estimate before each of them is sampled. Collective."""
         return [scores.logprobs for scores in self.score(_native(rows))]
 
-    def update_values(self, rows: Sequence[TokenRow], loss_fn: ValueLossFn) -> UpdateResult:
+    def update_values(
+        self, rows: Sequence[TokenRow], loss_fn: ValueLossFn, *, step: Callable[[], Any] | None = None
+    ) -> UpdateResult:
         """One optimizer step, as `PolicyRunner.update`."""
-        return self.update(_native(rows), lambda indices, scores: loss_fn(indices, scores.logprobs))
+        return self.update(_native(rows), lambda indices, scores: loss_fn(indices, scores.logprobs), step=step)
 
     @override
     def _token_scores(

@@ -22,6 +22,8 @@ class Move:
     seconds: float
     held_bytes: int
     """What all residents hold on the device afterwards."""
+    in_background: bool = False
+    """The phase was already computing meanwhile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +38,10 @@ class PhaseEntry:
     transition_s: float = 0.0
     sync_s: float = 0.0
     """The part of the transition that wrote weights into the engine."""
+    waited_s: float = 0.0
+    """Waited in the phase for residents that were still on their way."""
+    hidden_s: float = 0.0
+    """Copied in the background while nobody waited."""
     moves: list[Move] = field(default_factory=list)
     device_bytes: dict[str, int] = field(default_factory=dict)
     """By resident, once the phase was entered."""
@@ -53,6 +59,11 @@ class PhaseEntry:
     def moved_bytes(self) -> int:
         """Copied between host and device by the transition."""
         return sum(move.copied_bytes for move in self.moves)
+
+    @property
+    def background_bytes(self) -> int:
+        """The part of `moved_bytes` that the phase did not wait for before it began."""
+        return sum(move.copied_bytes for move in self.moves if move.in_background)
 
     @property
     def total_device_bytes(self) -> int:
@@ -108,6 +119,14 @@ class Ledger:
             self._current.moves.append(move)
             if move.direction == "onload":  # what has yet to leave is the peak of the phase before
                 self._current.transition_peak_bytes = max(self._current.transition_peak_bytes, move.held_bytes)
+
+    def arrived(self, move: Move, *, waited_s: float) -> None:
+        """A resident whose onload went on in the background of the phase is there."""
+        entry = self._current or self._last
+        if entry is not None:
+            entry.moves.append(move)
+            entry.waited_s += waited_s
+            entry.hidden_s += max(move.seconds - waited_s, 0.0)
 
     def observe(self, residents: Mapping[str, Resident]) -> None:
         """Notes the bytes held in the middle of a transition, for its peak."""

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 
 from rlite.memory.ledger import PhaseEntry
 
-_OF_PHASE = ("seconds", "transition_s", "moved_bytes", "device_peak_bytes", "host_bytes", "rss_peak_bytes")
+_SUMS = ("seconds", "transition_s", "waited_s", "hidden_s", "moved_bytes")
+_PEAKS = ("device_peak_bytes", "rss_peak_bytes")
+_OF_PHASE = (*_SUMS, *_PEAKS, "host_bytes")
 
 
 class PhaseMetrics:
@@ -23,9 +25,9 @@ class PhaseMetrics:
         for entry in entries:
             self._seen[entry.phase] = None
             prefix = f"perf/phase/{entry.phase}/"
-            for name in ("seconds", "transition_s", "moved_bytes"):
+            for name in _SUMS:
                 metrics[prefix + name] = metrics.get(prefix + name, 0.0) + getattr(entry, name)
-            for name in ("device_peak_bytes", "rss_peak_bytes"):
+            for name in _PEAKS:
                 metrics[prefix + name] = max(metrics.get(prefix + name, 0.0), float(getattr(entry, name)))
             metrics[prefix + "host_bytes"] = float(sum(entry.host_bytes.values()))
             metrics["perf/rss_bytes"] = float(entry.rss_bytes)

@@ -6,6 +6,9 @@ IDLE ──> VACANT ──> GENERATE ──> REFERENCE ──> LOGPROB ──> C
 Entering a phase moves exactly the difference between what is on the device and what the phase may hold. Entering GENERATE:
 free gradients, optimizer to the host, wake engine weights, convert the policy's weights into them, policy off, wake the
 KV cache. Weights come before the KV cache always, or both would have to fit beside the training weights.
+
+The state of an optimizer is read first by its step. So TRAIN and CRITIC begin while it is still on its way, into memory that
+it has from the beginning of the phase; `join` waits for it.
 """
 
 import time
@@ -16,7 +19,7 @@ from typing import Literal
 
 from rlite.memory.budget import DeviceBudget
 from rlite.memory.ledger import Ledger, Move
-from rlite.memory.residents import Resident
+from rlite.memory.residents import BackgroundResident, Resident
 
 
 class Phase(StrEnum):
@@ -65,6 +68,9 @@ NEXT: dict[Phase, frozenset[Phase]] = {
 }
 """Legal moves."""
 
+LATE: dict[Phase, str] = {Phase.TRAIN: OPTIMIZER, Phase.CRITIC: CRITIC_OPTIMIZER}
+"""What a phase needs only after its first backward pass."""
+
 _CRITIC = (CRITIC_GRADIENTS, CRITIC_OPTIMIZER, CRITIC)
 _LEAVE_ORDER = (KV_CACHE, ENGINE, GRADIENTS, *_CRITIC, OPTIMIZER, REFERENCE, POLICY)
 _ENTER_ORDER = (ENGINE, REFERENCE, POLICY, OPTIMIZER, GRADIENTS, *reversed(_CRITIC), KV_CACHE)
@@ -89,6 +95,10 @@ class OffloadPolicy:
     """A key of `MOVABLE`."""
     budget_bytes: int = 0
     """Under `budget`: training state that may stay on the device in every phase; what is cheapest to move goes first."""
+    overlap: bool = True
+    """`LATE` residents return in the background."""
+    rebuild_weights: bool = False
+    """bf16 weights have no copy on the host: fp32 main weights, a part of the optimizer state, make them anew."""
 
     def __post_init__(self) -> None:
         if self.name not in MOVABLE:
@@ -131,6 +141,9 @@ class PhaseMachine:
         """True while gradients are accumulated and not yet stepped."""
         self._convert: Callable[[], None] | None = None
         self._fault: str | None = None
+        self._arriving: list[str] = []
+        self._transition = ""
+        """The last one, for messages."""
 
     @property
     def movable(self) -> frozenset[str]:
@@ -169,7 +182,8 @@ class PhaseMachine:
                 resident could not move (the cause is chained; `describe()` tells what is where).
         """
         self._check(phase)
-        start = self.phase
+        self.join()
+        self._transition = f"{self.phase} -> {phase}"
         self.ledger.begin(phase)
         try:
             if phase is Phase.GENERATE:
@@ -177,13 +191,57 @@ class PhaseMachine:
             else:
                 self._leave(phase)
                 self._bring(phase, _ENTER_ORDER)
-        except Exception as error:
-            self._fault = f"{start} -> {phase}"
-            raise PhaseError(
-                f"transition {start} -> {phase} failed: {type(error).__name__}: {error}\n{self.table()}"
-            ) from error
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._fault, self.phase = None, phase
         self.ledger.end(self.residents.values())
+
+    def join(self) -> None:
+        """Waits for residents that are still on their way: before the optimizer step, a save, and every other phase.
+
+        Raises:
+            PhaseError: one did not arrive; it is off the device, and the transition into the phase counts as failed.
+        """
+        try:
+            self._collect()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _collect(self) -> None:
+        while self._arriving:
+            name = self._arriving[0]
+            resident, started_s = self.residents[name], time.perf_counter()
+            assert isinstance(resident, BackgroundResident)
+            try:
+                arrival = resident.finish_onload()
+            finally:
+                self._arriving.remove(name)
+            if arrival is None:
+                continue
+            move = Move(
+                resident=name,
+                direction="onload",
+                copied_bytes=arrival.copied_bytes,
+                started_s=arrival.started_s,
+                seconds=arrival.seconds,
+                held_bytes=self.held_bytes(),
+                in_background=True,
+            )
+            self.ledger.arrived(move, waited_s=time.perf_counter() - started_s)
+
+    def _fail(self, error: BaseException) -> None:
+        """Notes the fault, when nothing moves any more; raises PhaseError unless `error` is an interrupt."""
+        self._fault = self._transition
+        try:
+            self._collect()
+        except Exception as another:
+            error.add_note(f"then, in the background: {type(another).__name__}: {another}")
+        if isinstance(error, Exception):
+            raise PhaseError(
+                f"transition {self._fault} failed: {type(error).__name__}: {error}\n{self.table()}"
+            ) from error
 
     def _check(self, phase: Phase) -> None:
         if self._fault is None and phase not in NEXT[self.phase]:
@@ -225,7 +283,11 @@ class PhaseMachine:
     def _bring(self, phase: Phase, order: tuple[str, ...]) -> None:
         for name in order:
             if name in HOLDS[phase]:
-                self._onload(name)
+                resident = self.residents.get(name)
+                if self.offload_policy.overlap and LATE.get(phase) == name and isinstance(resident, BackgroundResident):
+                    self._start(resident)
+                else:
+                    self._onload(name)
 
     def _offload(self, name: str, holds: frozenset[str]) -> None:
         must_leave = name in self.movable or name == REFERENCE  # reference weights share the policy's storages
@@ -237,6 +299,12 @@ class PhaseMachine:
     def _onload(self, name: str) -> None:
         if name in self.residents:
             self._move(name, "onload")
+
+    def _start(self, resident: BackgroundResident) -> None:
+        if not resident.on_device:
+            resident.start_onload()
+            self._arriving.append(resident.name)
+            self.ledger.observe(self.residents)
 
     def _move(self, name: str, direction: Literal["onload", "offload"]) -> None:
         resident, started_s = self.residents[name], time.perf_counter()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from rlite import device
+from rlite.memory.copies import Arrival, BackgroundCopy, Copier, CopyPair, HostArena
 
-Contents = Literal["mutable", "constant", "scratch"]
+Contents = Literal["mutable", "constant", "scratch", "derived"]
 """mutable: copied to the host when it leaves and back when it returns. constant: never changes on the device, so it is
-only copied in. scratch: worthless when it leaves (gradients), comes back as zeros."""
+only copied in. scratch: worthless when it leaves (gradients), comes back as zeros. derived: made anew from other residents."""
 
 
 @runtime_checkable
@@ -43,14 +44,20 @@ class Resident(Protocol):
     def host_bytes(self) -> int: ...
 
 
-class HostArena:
-    """Host copies of some storages, allocated once and reused in every cycle; pinned when the device has pinned memory."""
+@runtime_checkable
+class BackgroundResident(Resident, Protocol):
+    """A resident whose content may still be on its way while the device computes with others."""
 
-    def __init__(self, sizes_bytes: Iterable[int], *, pinned: bool) -> None:
-        self.blocks = [torch.empty(n, dtype=torch.uint8, pin_memory=pinned) for n in sizes_bytes]
+    def start_onload(self) -> None:
+        """Takes its memory on the device and begins to fill it; does nothing when it is there."""
+        ...
 
-    def nbytes(self) -> int:
-        return sum(block.numel() for block in self.blocks)
+    def finish_onload(self) -> Arrival | None:
+        """Waits until it is filled, before anybody uses it; None when nothing was on its way.
+
+        Raises what the copy raised; the resident is off the device then.
+        """
+        ...
 
 
 class FlatBuffers:
@@ -70,8 +77,9 @@ class FlatBuffers:
         self.contents: Contents = contents
         self._views = _whole_storages(tensors)
         self._sizes_bytes = [view.numel() for view in self._views]
-        self._stream = _side_stream(self._views)
+        self._copier = Copier(next((view.device for view in self._views if not view.is_cpu), torch.device("cpu")))
         self._arena: HostArena | None = None
+        self._arriving: BackgroundCopy | None = None
         self._on_device = True
 
     def frozen_copy(self, name: str) -> "FlatBuffers":
@@ -87,6 +95,17 @@ class FlatBuffers:
         copy._on_device = False
         return copy
 
+    def content_of(self, tensor: Tensor) -> Tensor:
+        """`tensor`, a contiguous view into these buffers; while they are off the device, its copy on the host."""
+        assert self._arriving is None, f"{self.name} is still on its way to the device"
+        if self._on_device:
+            return tensor.detach()
+        assert self._arena is not None
+        storages = [view.untyped_storage()._cdata for view in self._views]
+        block = self._arena.blocks[storages.index(tensor.untyped_storage()._cdata)]
+        begin = tensor.storage_offset() * tensor.element_size()
+        return block[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
     @property
     def on_device(self) -> bool:
         return self._on_device
@@ -101,58 +120,93 @@ class FlatBuffers:
         return self._arena.nbytes() if self._arena is not None else 0
 
     def offload(self) -> int:
+        self.finish_onload()
         if not self._on_device:
             return 0
         moved = self._copy_to_host() if self.contents == "mutable" else 0
         self._free()
-        self._on_device = False
         return moved
 
     def onload(self) -> int:
+        self.finish_onload()
         if self._on_device:
             return 0
         try:
+            self._allocate()
             moved = self._fill()
-        except Exception:
+        except BaseException:
             self._free()  # or half of it would stay, in no book
             raise
         self._on_device = True
         return moved
 
-    def _fill(self) -> int:
+    def start_onload(self) -> None:
+        if self._on_device or self._arena is None:
+            self.onload()  # nothing to copy
+            return
+        try:
+            self._allocate()
+            self._arriving = self._copier.start(self._pairs_from_host())
+        except BaseException:
+            self._free()
+            raise
+        self._on_device = True
+
+    def finish_onload(self) -> Arrival | None:
+        if self._arriving is None:
+            return None
+        try:
+            arrival = self._arriving.wait()
+        except Exception:  # not an interrupt: then the copy goes on, into memory that must stay
+            self._arriving = None
+            self._free()
+            raise
+        self._arriving = None
+        return arrival
+
+    def _allocate(self) -> None:
         for view, size in zip(self._views, self._sizes_bytes, strict=True):
             view.untyped_storage().resize_(size)
+
+    def _fill(self) -> int:
+        """The content of storages that are there again; returns the bytes copied from the host."""
         if self.contents == "scratch":
             for view in self._views:
                 view.zero_()
             return 0
-        assert self._arena is not None
-        return self._move([(v, b) for v, b in zip(self._views, self._arena.blocks, strict=True)])
+        return self._copier.run(self._pairs_from_host())
 
     def _free(self) -> None:
         for view in self._views:
             view.untyped_storage().resize_(0)
+        self._on_device = False
         if any(view.is_cpu for view in self._views):
             device.return_free_memory()
+
+    def _pairs_from_host(self) -> list[CopyPair]:
+        assert self._arena is not None
+        return list(zip(self._views, self._arena.blocks, strict=True))
 
     def _copy_to_host(self) -> int:
         if self._arena is None:
             self._arena = HostArena(self._sizes_bytes, pinned=any(not v.is_cpu for v in self._views))
-        return self._move([(b, v) for v, b in zip(self._views, self._arena.blocks, strict=True)])
+        return self._copier.run([(block, view) for view, block in self._pairs_from_host()])
 
-    def _move(self, copies: list[tuple[Tensor, Tensor]]) -> int:
-        """Copies source into destination, on a side stream where the device has streams, and waits for the end."""
-        stream = self._stream
-        if stream is None:
-            for destination, source in copies:
-                destination.copy_(source)
-        else:
-            stream.wait_stream(torch.accelerator.current_stream())
-            with stream:
-                for destination, source in copies:
-                    destination.copy_(source, non_blocking=True)
-            stream.synchronize()
-        return sum(source.numel() for _, source in copies)
+
+class DerivedBuffers(FlatBuffers):
+    """Flat buffers that are never copied: what other residents hold is enough to make them anew.
+
+    Args:
+        name, tensors: see `FlatBuffers`.
+        rebuild: fills the storages, which are there again with content undefined; returns the bytes copied from the host.
+    """
+
+    def __init__(self, name: str, tensors: Iterable[Tensor], *, rebuild: Callable[[], int]) -> None:
+        super().__init__(name, tensors, contents="derived")
+        self._rebuild = rebuild
+
+    def _fill(self) -> int:
+        return self._rebuild()
 
 
 class CallableResident:
@@ -208,8 +262,3 @@ def _whole_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
             seen.add(storage._cdata)
             views.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
     return views
-
-
-def _side_stream(views: list[Tensor]) -> "torch.Stream | None":
-    devices = {view.device for view in views if not view.is_cpu}
-    return torch.Stream(device=devices.pop()) if devices else None

@@ -31,7 +31,7 @@ from rlite.layout.architecture import Architecture
 from rlite.layout.parallel import ParallelLayout
 from rlite.layout.placement import Placement
 from rlite.megatron.options import MegatronOptions, OptimizerConfig
-from rlite.memory import Ledger, Phase, PhaseMachine, PhaseMetrics
+from rlite.memory import Ledger, Phase, PhaseError, PhaseMachine, PhaseMetrics
 from rlite.messages import announce
 from rlite.rollout.engine import RolloutEngine
 from rlite.strategies.checkpoint import RunCheckpoint
@@ -234,8 +234,11 @@ class ColocatedRLStrategy(ParallelStrategy):
     def update(self, rows: Sequence[TokenRow], loss_fn: LossFn, *, temperature: float) -> UpdateResult:
         """One optimizer step: forward and backward over micro-batches of `rows`, clip, step."""
         self.phases.require(Phase.TRAIN, action="an optimizer step")
-        step = self._lightning_optimizers[0].step  # counts trainer.global_step and fires the hooks
-        return self.policy.runner.update(rows, loss_fn, temperature=temperature, step=step)
+        return self.policy.runner.update(rows, loss_fn, temperature=temperature, step=self._step)
+
+    def _step(self) -> None:
+        self.phases.join()  # the optimizer state came in the background
+        self._lightning_optimizers[0].step()  # counts trainer.global_step and fires the hooks
 
     @property
     def critic(self) -> CriticState:
@@ -343,6 +346,7 @@ class ColocatedRLStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a directory; see `RunCheckpoint`. Every rank calls it."""
         self.phases.require(Phase.IDLE, Phase.TRAIN, action="saving a checkpoint")
+        self.phases.join()
         also = self._save_critic if self._critic is not None else None
         RunCheckpoint(self.broadcast(str(filepath))).save(checkpoint, self.policy, also=also)
 
@@ -372,6 +376,13 @@ class ColocatedRLStrategy(ParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
             RunCheckpoint(str(filepath)).remove()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        try:
+            self.phases.join()
+        except PhaseError as error:
+            exception.add_note(str(error))
 
     @override
     def teardown(self) -> None:

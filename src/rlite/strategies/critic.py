@@ -52,9 +52,13 @@ class CriticState(PolicyState):
 
     def update(self, rows: Sequence[TokenRow], loss_fn: ValueLossFn) -> UpdateResult:
         """One optimizer step, and the learning rate of the next."""
-        result = self.runner.update_values(rows, loss_fn)
+        result = self.runner.update_values(rows, loss_fn, step=self._step)
         self.scheduler.step()
         return result
+
+    def _step(self) -> None:
+        self.phases.join()  # the optimizer state came in the background
+        self.optimizer.step()
 
     def save(self, directory: Path) -> None:
         """Weights, optimizer state and schedule, sharded. Collective; the critic must be on the device."""

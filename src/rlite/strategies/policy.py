@@ -13,7 +13,7 @@ from rlite.layout.architecture import Architecture
 from rlite.layout.megatron import MegatronPlacement
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.options import MegatronOptions, OptimizerConfig
-from rlite.memory import FlatBuffers, PhaseMachine
+from rlite.memory import DerivedBuffers, FlatBuffers, PhaseMachine
 from rlite.memory.phases import GRADIENTS, OPTIMIZER, POLICY, REFERENCE
 from rlite.strategies.checkpoint import RunCheckpoint
 
@@ -138,11 +138,25 @@ class PolicyState:
         """Tells the phase machine where weights and optimizer state are; again after they moved to other storages."""
         from rlite.megatron.buffers import flat_optimizer_state, flat_parameters
 
+        rebuild = self.phases.offload_policy.rebuild_weights
+        if self.optimizer is None and rebuild:
+            raise ValueError(
+                "MemoryOffload.rebuild_weights = true: only `rlite fit` has an optimizer, and so the fp32 main weights that "
+                "weights are made of; set it to false here"
+            )
         if self.optimizer is None:
             self.phases.register(FlatBuffers(self.WEIGHTS, (p.data for p in self.chunks.parameters())))
-        else:
-            self.phases.register(FlatBuffers(self.WEIGHTS, flat_parameters(self.chunks)))
-            self.phases.register(FlatBuffers(self.OPTIMIZER, flat_optimizer_state(self.optimizer)))
+            return
+        optimizer_state = FlatBuffers(self.OPTIMIZER, flat_optimizer_state(self.optimizer))
+        weights = flat_parameters(self.chunks)
+        self.phases.register(self._derived(weights, optimizer_state) if rebuild else FlatBuffers(self.WEIGHTS, weights))
+        self.phases.register(optimizer_state)
+
+    def _derived(self, weights: list[Tensor], optimizer_state: FlatBuffers) -> DerivedBuffers:
+        from rlite.megatron.buffers import WeightRebuilder
+
+        rebuilder = WeightRebuilder(self.chunks, self.optimizer, content_of=optimizer_state.content_of)
+        return DerivedBuffers(self.WEIGHTS, weights, rebuild=rebuilder.run)
 
     def keep_reference(self) -> None:
         """Copies the weights as they are now to the host; phase REFERENCE puts them in the policy's place."""
