@@ -104,7 +104,7 @@ def bring_up(
     chunks = build_policy(config, layout, options=options, params_dtype=dtype)
     if weights is not None:
         load_canonical(config, layout, chunks, weights)
-    chunks = wrap_for_training(chunks)
+    chunks = wrap_for_training(chunks, grad_reduce_in_fp32=(options or MegatronOptions()).grad_reduce_in_fp32)
     adapter = build_optimizer(chunks, optimizer or OptimizerConfig(lr=1e-2))
     return Policy(PolicyRunner(chunks, layout, options=options, optimizer=adapter), chunks, layout)
 

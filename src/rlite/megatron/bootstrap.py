@@ -27,6 +27,8 @@ class Capabilities:
     megatron_version: str
     transformer_engine: bool
     mindspeed: bool
+    gradient_accumulation_fusion: bool = False
+    """A matrix product that adds to the gradient buffer: Transformer Engine's or APEX's."""
 
     def __str__(self) -> str:
         spec = "transformer-engine" if self.transformer_engine else "portable"
@@ -67,6 +69,8 @@ def bootstrap(kind: DeviceKind | None = None) -> Capabilities:
         megatron_version=megatron.core.__version__,
         transformer_engine=has_te,
         mindspeed="mindspeed" in sys.modules,
+        gradient_accumulation_fusion=kind is DeviceKind.CUDA
+        and (has_te or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None),
     )
     return _capabilities
 

@@ -1,6 +1,6 @@
 """A Hugging Face `config.json` and a layout become a Megatron-core configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,15 +39,17 @@ def model_config(
 ) -> ModelConfig:
     """Megatron-core configuration of the model that `hf_config` describes.
 
-    MoE runs without dropping tokens, without auxiliary loss and with frozen router bias; dropout is 0.
+    MoE runs without dropping tokens; its auxiliary loss and the update of the router bias are not Megatron-core's but those
+    of `rlite.megatron.balance`. Dropout is 0.
 
     Raises:
-        ValueError: an architecture or feature that Megatron-core would compute differently, or sizes that the layout
-            does not divide.
+        ValueError: an architecture or feature that Megatron-core would compute differently, sizes that the layout does
+            not divide, or options that this model or this installation does not have.
     """
     arch = Architecture.from_config(hf_config)
     refuse_unsupported(hf_config)
     validate_divisibility(arch, layout)
+    refuse_options(arch, options)
     fields = _common_fields(arch, hf_config, params_dtype) | _layout_fields(layout) | _runtime_fields(options)
     fields |= {"num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim} if arch.mla is None else {}
     fields |= _mla_fields(arch.mla, rope_parameters(hf_config)) if arch.mla is not None else {}
@@ -123,7 +125,7 @@ def _runtime_fields(options: MegatronOptions) -> dict[str, Any]:
     has_te = capabilities().transformer_engine
     recompute: dict[str, Any] = {
         "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": list(options.recompute_modules)},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }[options.recompute]
     return recompute | {
@@ -131,7 +133,7 @@ def _runtime_fields(options: MegatronOptions) -> dict[str, Any]:
         "use_cpu_initialization": not capabilities().device.is_accelerator,
         # Gradients of partial losses are summed; nothing divides by tokens, micro-batches or data-parallel size.
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": options.gradient_accumulation_fusion,
         "masked_softmax_fusion": False,
         "persist_layer_norm": has_te,
         "apply_rope_fusion": False,
@@ -238,6 +240,40 @@ def refuse_unsupported(hf: HfConfig) -> None:
         if refused:
             raise ValueError(f"{model_type}: {feature} is not supported by the Megatron-core trainer")
     _refuse_other_group_scores(hf)
+
+
+def refuse_options(arch: Architecture, options: MegatronOptions) -> None:
+    """Raises ValueError for options that mean nothing to this model, or need what is not installed."""
+    key, balancing = "trainer.strategy.megatron", options.moe_router_load_balancing_type
+    if arch.moe is None and balancing != "none":
+        raise ValueError(
+            f"{key}.moe_router_load_balancing_type = {balancing}: {arch.model_type} has no experts, use none"
+        )
+    if options.moe_router_bias_update_rate and arch.model_type != "deepseek_v3":
+        raise ValueError(
+            f"{key}.moe_router_bias_update_rate = {options.moe_router_bias_update_rate}: {arch.model_type} has no router bias "
+            "(deepseek_v3 has), set it to 0"
+        )
+    if options.gradient_accumulation_fusion and not capabilities().gradient_accumulation_fusion:
+        raise ValueError(
+            f"{key}.gradient_accumulation_fusion = true needs CUDA and Transformer Engine, or APEX's "
+            "fused_weight_gradient_mlp_cuda; neither is here, set it to false"
+        )
+    if options.recompute == "selective":
+        _refuse_recompute(arch, options.recompute_modules, key=f"{key}.recompute_modules")
+
+
+def _refuse_recompute(arch: Architecture, modules: Sequence[str], *, key: str) -> None:
+    has = {
+        "moe": arch.moe is not None,
+        "shared_experts": arch.moe is not None and arch.moe.shared_intermediate_size > 0,
+        "mla_up_proj": arch.mla is not None,
+    }
+    for module in modules:
+        if not has.get(module, True):
+            raise ValueError(f"{key}: {arch.model_type} has no {module}, take it out")
+        if module in ("layernorm", "mla_up_proj") and not capabilities().transformer_engine:
+            raise ValueError(f"{key}: {module} needs Transformer Engine, which is not here; take it out")
 
 
 def _refuse_other_group_scores(hf: HfConfig) -> None:

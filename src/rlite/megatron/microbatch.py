@@ -25,6 +25,8 @@ class MicroBatch:
     """int64; 0 where padded."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, padding included; sums to T."""
+    row_lengths: tuple[int, ...]
+    """Tokens of each row, without padding; empty for a dummy."""
     predict_N: Tensor
     """int64, position in T whose hidden state predicts each trained token."""
     targets_N: Tensor
@@ -115,6 +117,7 @@ def make_microbatch(
         row_indices=tuple(row_indices),
         tokens_T=tokens_T.to(device),
         lengths=tuple(lengths),
+        row_lengths=tuple(row.token_ids.numel() for row in chosen),
         predict_N=torch.cat([empty, *predict]).to(device),
         targets_N=torch.cat([empty, *targets]).to(device),
         num_tokens_per_row=tuple(row.num_loss_tokens for row in chosen),

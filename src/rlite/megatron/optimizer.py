@@ -24,12 +24,17 @@ class StepResult:
     """False when gradients were not finite."""
 
 
-def wrap_for_training(chunks: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
-    """Megatron's DistributedDataParallel around each chunk; weights and fp32 gradients move into flat buffers.
+def wrap_for_training(chunks: Sequence[torch.nn.Module], *, grad_reduce_in_fp32: bool = True) -> torch.nn.ModuleList:
+    """Megatron's DistributedDataParallel around each chunk; weights and gradients move into flat buffers.
 
-    Replicas start from the weights of the first data-parallel rank. Gradients are summed over data-parallel ranks.
+    Replicas start from the weights of the first data-parallel rank. Gradients are summed over data-parallel ranks, in fp32
+    or in the dtype of the weights.
     """
-    settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": False}
+    settings = {
+        "grad_reduce_in_fp32": grad_reduce_in_fp32,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": False,
+    }
     wrapped = torch.nn.ModuleList(
         DistributedDataParallel(
             chunk.config, DistributedDataParallelConfig(**settings), chunk, disable_bucketing=index > 0
@@ -113,6 +118,7 @@ class McoreOptimizer(torch.optim.Optimizer):
         if applied:
             self._clip(grad_norm)
             applied = bool(self.mcore.step_with_ready_grads())
+        self.mcore.zero_grad()  # fp32 copies of gradients that are reduced in bf16: a whole set that nobody needs now
         self.last_step = StepResult(grad_norm=grad_norm, applied=applied)
         return loss
 

@@ -4,24 +4,52 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+RecomputeModule = Literal["core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj"]
+"""Megatron-core's names of what selective recompute can recompute."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions:
-    """How Megatron-core runs a layout; none of these changes the mathematics."""
+    """How Megatron-core runs a layout. Only the balance of experts (`moe_*`) changes the mathematics."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations to recompute in the backward pass: attention only (`selective`) or whole layers (`full`)."""
+    """Activations to recompute in the backward pass: `recompute_modules` only (`selective`) or whole layers (`full`)."""
+    recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    """With `selective`. `mlp`: feed-forward of dense layers; `moe`: router and experts; `mla_up_proj`: latent attention."""
     max_tokens_per_microbatch: int = 16384
     """Token budget (padding included) of one micro-batch on one data-parallel rank."""
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits over the vocabulary exist at the same time."""
     seed: int = 0
     """Seed of a random start; the same weights on every layout."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    """Auxiliary loss of updates: each sequence balanced for itself (`seq_aux_loss`) or the tokens of each micro-batch."""
+    moe_aux_loss_coeff: float = 0.0
+    """Of the auxiliary loss, summed over layers."""
+    moe_router_bias_update_rate: float = 0.0
+    """How far the router's bias moves against the load after each optimizer step (DeepSeek-V3); 0 freezes it."""
+    grad_reduce_in_fp32: bool = True
+    """Gradients are added up and reduced in fp32; false: in the dtype of the weights, 2 bytes less for each bf16 weight."""
+    gradient_accumulation_fusion: bool = False
+    """Weight gradients are added to their buffer by the matrix product itself. Needs a CUDA kernel."""
 
     def __post_init__(self) -> None:
+        _check_balance(self)
         for key in ("max_tokens_per_microbatch", "logprob_chunk_tokens"):
             if getattr(self, key) < 1:
                 raise ValueError(f"trainer.strategy.megatron.{key} = {getattr(self, key)}: must be at least 1")
+
+
+def _check_balance(options: MegatronOptions) -> None:
+    key = "trainer.strategy.megatron"
+    for name in ("moe_aux_loss_coeff", "moe_router_bias_update_rate"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"{key}.{name} = {getattr(options, name)}: must not be negative")
+    if (options.moe_router_load_balancing_type == "none") != (options.moe_aux_loss_coeff == 0):
+        raise ValueError(
+            f"{key}.moe_router_load_balancing_type = {options.moe_router_load_balancing_type} with {key}.moe_aux_loss_coeff = "
+            f"{options.moe_aux_loss_coeff}: an auxiliary loss needs both a type and a coefficient"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

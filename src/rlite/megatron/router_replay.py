@@ -104,7 +104,9 @@ class RouterReplay:
         config = unwrap(chunks[0]).config
         self.num_layers = sum(config.moe_layer_freq) if config.num_moe_experts else 0
         self.topk = config.moe_router_topk
-        self._recomputes = config.recompute_granularity == "full"
+        self._recomputes = config.recompute_granularity == "full" or (
+            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        )
 
     @contextmanager
     def forward(self, chunk: int, batch: MicroBatch, *, with_gradient: bool) -> Iterator[None]:

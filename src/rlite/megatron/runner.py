@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlite.layout.parallel import ParallelLayout
+from rlite.megatron.balance import RouterBalance
 from rlite.megatron.forward import forward_hidden, token_scores
 from rlite.megatron.metrics import MetricSums
 from rlite.megatron.microbatch import MicroBatch, agree_on_count, make_microbatch, pack_rows, round_up, spread_rows
@@ -39,6 +40,9 @@ class PolicyRunner:
         optimizer: of the same chunks; None for a model that is only scored.
     """
 
+    balances_experts = True
+    """Whether the options' auxiliary loss and bias update rate are for this model."""
+
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
@@ -52,6 +56,7 @@ class PolicyRunner:
         self.options = options or MegatronOptions()
         self.optimizer = optimizer
         self.replay = RouterReplay(self.chunks)
+        self.balance = RouterBalance(self.chunks, self.options if self.balances_experts else MegatronOptions())
         for chunk in self.chunks:
             unwrap(chunk).config.finalize_model_grads_func = _sum_gradients
 
@@ -101,7 +106,8 @@ class PolicyRunner:
 
         The step is skipped on every rank when a loss or the gradient norm is not finite. A rank without rows still
         takes part; there `loss_fn` is called with no rows, only to learn the metric keys. When experts were replayed, the
-        metric sums give `moe/routing_mismatch`: the fraction of them that the live routers would not have chosen.
+        metric sums give `moe/routing_mismatch`: the fraction of them that the live routers would not have chosen. An
+        auxiliary loss (`RouterBalance`) is added to the gradients, not to the loss that is reported: it is `moe/aux_loss`.
 
         Args:
             step: what makes the optimizer step, when something else has to count it (Lightning's wrapped optimizer);
@@ -111,13 +117,15 @@ class PolicyRunner:
             raise ValueError("PolicyRunner.update needs an optimizer: pass build_optimizer(chunks, config)")
         sums, losses = MetricSums(self._device), []
         self._accumulate(rows, loss_fn, temperature=temperature, sums=sums, losses=losses)
-        metric_sums = sums.reduce() | self._routing_sums()
+        metric_sums = sums.reduce() | self._routing_sums() | self.balance.metric_sums()
         if not self._all_finite(losses):
             return UpdateResult(metric_sums=metric_sums, grad_norm=float("nan"), applied=False)
         self.optimizer.last_step = None
         (step or self.optimizer.step)()
         result = self.optimizer.last_step
         assert result is not None, "`step` did not call optimizer.step()"
+        if result.applied:
+            self.balance.step()
         return UpdateResult(metric_sums=metric_sums, grad_norm=result.grad_norm, applied=result.applied)
 
     def _accumulate(
@@ -129,6 +137,7 @@ class PolicyRunner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.balance.begin(rows)
 
         def loss_of(model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> Tensor:
             loss = hidden.flatten()[:0].sum().float()  # 0, but connected: its backward runs every collective
@@ -161,6 +170,8 @@ class PolicyRunner:
 
         def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             (index, batch), chunk = next(iterator), self.chunks.index(model)
+            if not forward_only:
+                self.balance.expect(chunk, batch)
             with self.replay.forward(chunk, batch, with_gradient=not forward_only):
                 hidden = forward_hidden(model, batch)
             if record is not None:
