@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-from rlite.strategies.checkpoint import RunCheckpoint
+from rlite.megatron.shard_files import ShardFiles
+from rlite.strategies import pending
 
 _calls = 0
 
@@ -22,20 +23,24 @@ def length_and_sigterm(completion_ids: list[list[int]]) -> list[float]:
 
 
 class Signal(Callback):
-    """Sends a signal to rank `rank` in a rollout step: while generating, updating or saving."""
+    """Sends a signal to rank `rank` in a rollout step: while generating, updating, writing (maybe in the background), or when
+    all is written and the checkpoint gets its name (`save`)."""
 
     def __init__(self, where: str, rank: int = 0, step: int = 1, signum: int = int(signal.SIGTERM)) -> None:
         self.where, self.rank, self.step, self.signum = where, rank, step, signum
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if self.where == "save":
-            replace = RunCheckpoint._replace
+        put_in_place, write = pending.put_in_place, ShardFiles.write
 
-            def killed(checkpoint: RunCheckpoint, partial: Path) -> None:
-                self._send(trainer, "save", phase="train")
-                replace(checkpoint, partial)
+        def killed_at_the_end(new: Path, path: Path) -> None:
+            self._send(trainer, "save", phase="train")
+            put_in_place(new, path)
 
-            RunCheckpoint._replace = killed
+        def killed(files: ShardFiles) -> Any:
+            self._send(trainer, "write", phase=trainer.strategy.phases.phase)
+            return write(files)
+
+        pending.put_in_place, ShardFiles.write = killed_at_the_end, killed
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._step = batch_idx

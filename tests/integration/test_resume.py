@@ -72,13 +72,17 @@ def test_sigterm_in_any_phase_saves_exits_143_and_resumes_as_if_nothing_happened
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "rank"), [("generate", 1), ("update", 0), ("save", 0)])
+@pytest.mark.parametrize(
+    ("where", "rank", "asynchronous"),
+    [("generate", 1, "true"), ("update", 0, "false"), ("save", 0, "false"), ("write", 1, "true")],
+)
 def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(
-    where: str, rank: int, uninterrupted: Path, tmp_path: Path
+    where: str, rank: int, asynchronous: str, uninterrupted: Path, tmp_path: Path
 ) -> None:
     place = f"--trainer.logger.init_args={{save_dir: {tmp_path}, name: runs}}"
+    saving = f"{{every_n_rollouts: 1, asynchronous: {asynchronous}}}"
     often = (
-        "--trainer.callbacks+={class_path: rlite.callbacks.RolloutCheckpoint, init_args: {every_n_rollouts: 1}}",
+        f"--trainer.callbacks+={{class_path: rlite.callbacks.RolloutCheckpoint, init_args: {saving}}}",
         f"--trainer.callbacks+={{class_path: tests.integration.faults.Signal, init_args: "
         f"{{where: {where}, rank: {rank}, step: 2, signum: {signal.SIGKILL:d}}}}}",
     )
@@ -86,9 +90,11 @@ def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(
         rlite(*COMMON, "--trainer.limit_train_batches=4", place, *often)
     folder = tmp_path / "runs" / "version_0"
     assert metrics(folder)[-1]["rollout_step"] in (1, 2)
-    rlite(*COMMON, "--trainer.limit_train_batches=4", place, "--ckpt_path=last")
+    rlite(*COMMON, "--trainer.limit_train_batches=4", place, often[0], "--ckpt_path=last")
     assert samples(folder) == samples(uninterrupted)
     assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(uninterrupted)]
+    assert (folder / "checkpoints" / "last.ckpt").resolve().name == "rollout-3.ckpt"
+    assert not list((folder / "checkpoints").glob(".*")), "what the killed save left is gone"
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 
 from rlite.megatron.buffers import create_state
 from rlite.megatron.model import unwrap
 from rlite.megatron.optimizer import McoreOptimizer
+from rlite.megatron.shard_files import ShardFiles
 
 _FORMAT = "rlite-megatron-1"
 
@@ -34,6 +31,26 @@ def save_sharded(
     common: Mapping[str, Any] | None = None,
 ) -> None:
     """Write weights, optimizer state and `common` (small values, equal on every rank) to `path`. Collective.
+
+    Raises:
+        FileExistsError: `path` exists and is not empty.
+    """
+    files = plan_sharded(path, chunks, optimizer, common=common)
+    written: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(written, files.write())
+    if dist.get_rank() == 0:
+        files.finish(written)
+    dist.barrier()
+
+
+def plan_sharded(
+    path: str | Path,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: McoreOptimizer | None = None,
+    *,
+    common: Mapping[str, Any] | None = None,
+) -> ShardFiles:
+    """The files that each rank is to write for `save_sharded`, which the caller has written and finished. Collective.
 
     Raises:
         FileExistsError: `path` exists and is not empty.
@@ -51,8 +68,7 @@ def save_sharded(
         "common": dict(common or {}),
         "optimizer_steps": None if optimizer is None else _num_steps(optimizer),
     }
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    dist_checkpointing.save(state, str(path), FullyParallelSaveStrategyWrapper(strategy, _data_parallel_group()))
+    return ShardFiles(path, state, _data_parallel_group())
 
 
 def load_sharded(

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib
-import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,11 +72,6 @@ def apply() -> None:
         "models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
         lambda _: _get_pos_emb_on_this_cp_rank,
         why="pins memory and calls tensor.cuda()",
-    )
-    replace(
-        "dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
-        lambda _: queue.Queue,
-        why="a spawned Manager process re-imports __main__ for every save; synchronous saves write in this process",
     )
 
 

@@ -1,5 +1,6 @@
 """Fixes for Megatron-core 0.16.1 that are needed on any device."""
 
+import queue
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ def apply() -> None:
         "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
         _with_padding_between_buckets,
         why="a checkpoint reads it at padded offsets: wrong optimizer state with tied embeddings and a pipeline",
+    )
+    replace(
+        "dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+        lambda _: queue.Queue,
+        why="a spawned Manager process re-imports __main__; rlite writes checkpoints in this process",
     )
 
 

@@ -11,13 +11,13 @@ rollout-50.ckpt/
 
 import json
 import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from rlite.strategies.pending import PendingSave, put_in_place, remove_directory
 
 if TYPE_CHECKING:
     from rlite.strategies.policy import PolicyState
@@ -26,7 +26,7 @@ FORMAT = 1
 
 
 class RunCheckpoint:
-    """One checkpoint directory. `save`, `load` and `load_weights` are collective."""
+    """One checkpoint directory. `begin_save`, `load` and `load_weights` are collective."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -48,46 +48,17 @@ class RunCheckpoint:
             "run directory with checkpoints/last.ckpt, nor a directory of such runs"
         )
 
-    def save(
-        self, trainer_state: dict[str, Any], policy: "PolicyState", *, also: Callable[[Path], None] | None = None
-    ) -> None:
-        """Writes everything under a temporary name, then renames: a save that dies leaves the previous one as it was.
+    def begin_save(self, trainer_state: dict[str, Any], *, asynchronous: bool = False) -> PendingSave:
+        """A save that the caller adds the sharded parts to, starts, and commits. Collective.
 
-        `also` writes more into the directory; every rank calls it.
+        Everything is written under a temporary name that is changed at the end: a save that dies leaves what was there.
         """
-        from rlite.megatron.checkpoint import save_sharded
-
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            (partial / "sharded").mkdir(parents=True)
-        dist.barrier()
-        save_sharded(partial / "sharded", list(policy.chunks), policy.optimizer)
-        if also is not None:
-            also(partial)
-        if dist.get_rank() == 0:
-            torch.save(trainer_state, partial / "trainer.pt")
-            facts = {
-                "format": FORMAT,
-                "world_size": dist.get_world_size(),
-                "global_step": trainer_state.get("global_step"),
-            }
-            with (partial / "COMPLETE").open("w") as file:
-                json.dump(facts, file)
-                file.flush()
-                os.fsync(file.fileno())
-            self._replace(partial)
-        dist.barrier()
-
-    def _replace(self, partial: Path) -> None:
-        old = self.path.with_name(f".{self.path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.path.is_symlink():
-            self.path.unlink()  # `last.ckpt` as a link: what it points to stays
-        elif self.path.exists():
-            self.path.rename(old)
-        partial.rename(self.path)
-        shutil.rmtree(old, ignore_errors=True)
+        facts = {
+            "format": FORMAT,
+            "world_size": dist.get_world_size(),
+            "global_step": trainer_state.get("global_step"),
+        }
+        return PendingSave(self.path, trainer_state, facts=facts, asynchronous=asynchronous)
 
     def load(self, policy: "PolicyState") -> dict[str, Any]:
         """Restores weights and optimizer state; returns Lightning's part."""
@@ -105,10 +76,18 @@ class RunCheckpoint:
         load_sharded(self.path / "sharded", list(chunks), None)
 
     def remove(self) -> None:
+        """Removes the directory, or the link."""
         if self.path.is_symlink():
             self.path.unlink()
-        elif self.path.exists():
-            shutil.rmtree(self.path)
+        else:
+            remove_directory(self.path)
+
+    def link_to(self, target: Path) -> None:
+        """Makes this name a link to `target`, in the place of what it was."""
+        link = self.path.with_name(f".{self.path.name}.link")
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(target, self.path.parent))
+        put_in_place(link, self.path)
 
     def _check(self) -> None:
         marker = self.path / "COMPLETE"
@@ -129,7 +108,8 @@ def newest_checkpoint(directory: Path) -> Path | None:
     last = directory / "last.ckpt"
     if (last / "COMPLETE").is_file():
         return last
-    markers = sorted(directory.glob("*.ckpt/COMPLETE"), key=_written_s)
+    # `.*.ckpt.partial` and `.*.ckpt.old` have the marker when a save was killed while it changed names: both are whole.
+    markers = sorted(directory.glob("*.ckpt*/COMPLETE"), key=_written_s)
     return markers[-1].parent if markers else None
 
 

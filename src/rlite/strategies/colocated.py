@@ -5,7 +5,7 @@ The strategy owns three things and delegates each: the process mesh (`megatron.g
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +38,7 @@ from rlite.strategies.checkpoint import RunCheckpoint
 from rlite.strategies.critic import CriticState
 from rlite.strategies.policy import PolicyState, has_weights
 from rlite.strategies.precision import MegatronPrecision
+from rlite.strategies.saving import CheckpointSaver
 from rlite.strategies.timing import Stopwatch
 from rlite.types import LossFn, TokenRow, TokenScores, UpdateResult, ValueLossFn
 
@@ -69,6 +70,7 @@ class ColocatedRLStrategy(ParallelStrategy):
         self.phases = PhaseMachine(Ledger())
         self._phase_metrics = PhaseMetrics()
         self.stopwatch = Stopwatch()
+        self.saver = CheckpointSaver()
         self.engine: RolloutEngine | None = None
         """Set by the rollout callback, with where the engine's ranks keep which weights."""
         self.engine_placement: Callable[[Architecture], Placement] | None = None
@@ -347,14 +349,17 @@ class ColocatedRLStrategy(ParallelStrategy):
         """Writes a directory; see `RunCheckpoint`. Every rank calls it."""
         self.phases.require(Phase.IDLE, Phase.TRAIN, action="saving a checkpoint")
         self.phases.join()
-        also = self._save_critic if self._critic is not None else None
-        RunCheckpoint(self.broadcast(str(filepath))).save(checkpoint, self.policy, also=also)
+        with self.stopwatch.timed("save"):
+            self.saver.save(RunCheckpoint(self.broadcast(str(filepath))), checkpoint, self._plan_save)
 
-    def _save_critic(self, directory: Path) -> None:
-        phase = self.phases.phase
-        self.enter(Phase.CRITIC)
-        self.critic.save(directory / "critic")
-        self.enter(phase)
+    def _plan_save(self, directory: Path) -> Iterator[Any]:
+        yield self.policy.plan_save(directory / "sharded")
+        if self._critic is not None:
+            phase = self.phases.phase
+            self.enter(Phase.CRITIC)
+            self.phases.join()
+            yield self.critic.plan_save(directory / "critic")
+            self.enter(phase)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -374,8 +379,7 @@ class ColocatedRLStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            RunCheckpoint(str(filepath)).remove()
+        self.saver.remove(str(filepath))
 
     @override
     def on_exception(self, exception: BaseException) -> None:

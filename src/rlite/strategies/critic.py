@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -11,6 +11,9 @@ from rlite.megatron.options import OptimizerConfig
 from rlite.memory.phases import CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER
 from rlite.strategies.policy import PolicyState
 from rlite.types import TokenRow, UpdateResult, ValueLossFn
+
+if TYPE_CHECKING:
+    from rlite.megatron.shard_files import ShardFiles
 
 
 class CriticState(PolicyState):
@@ -60,14 +63,15 @@ class CriticState(PolicyState):
         self.phases.join()  # the optimizer state came in the background
         self.optimizer.step()
 
-    def save(self, directory: Path) -> None:
-        """Weights, optimizer state and schedule, sharded. Collective; the critic must be on the device."""
-        from rlite.megatron.checkpoint import save_sharded
+    def plan_save(self, directory: Path) -> "ShardFiles":
+        """Files of weights, optimizer state and schedule. Collective; the critic must be on the device."""
+        from rlite.megatron.checkpoint import plan_sharded
 
-        save_sharded(directory, list(self.chunks), self.optimizer, common={"schedule": self.scheduler.state_dict()})
+        common = {"schedule": self.scheduler.state_dict()}
+        return plan_sharded(directory, list(self.chunks), self.optimizer, common=common)
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote. Collective. Raises ValueError when the checkpoint has no critic."""
+        """Restores what was written. Collective. Raises ValueError when the checkpoint has no critic."""
         from rlite.megatron.checkpoint import load_sharded
 
         if not directory.is_dir():

@@ -1,9 +1,10 @@
 """`PolicyState`: the policy on this rank: chunks, optimizer, runner, reference, and what of it may leave the device."""
 
 import json
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory import DerivedBuffers, FlatBuffers, PhaseMachine
 from rlite.memory.phases import GRADIENTS, OPTIMIZER, POLICY, REFERENCE
 from rlite.strategies.checkpoint import RunCheckpoint
+
+if TYPE_CHECKING:
+    from rlite.megatron.shard_files import ShardFiles
 
 
 class PolicyState:
@@ -106,6 +110,12 @@ class PolicyState:
             RunCheckpoint.find(source).load_weights(self.chunks)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+
+    def plan_save(self, directory: Path) -> "ShardFiles":
+        """Files of weights and optimizer state for a checkpoint of the run. Collective; both must be on the device."""
+        from rlite.megatron.checkpoint import plan_sharded
+
+        return plan_sharded(directory, list(self.chunks), self.optimizer)
 
     def save_hf(self, directory: Path) -> None:
         """Writes the weights, with config and tokenizer, as a Hugging Face directory; no rank ever holds the model."""
