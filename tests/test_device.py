@@ -13,16 +13,13 @@ def test_backends_carry_cpu_tensors_over_gloo() -> None:
     assert [kind.backend for kind in DeviceKind] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl"]
 
 
-def test_the_cpu_has_memory_but_no_streams() -> None:
+def test_the_cpu_has_memory_and_a_name() -> None:
     kind = DeviceKind.CPU
     assert device.local_device(kind, 3) == device.current_device(kind) == torch.device("cpu")
     assert device.allocated_bytes(kind) > 1 << 20
     assert device.free_bytes(kind) > 0
-    stream = device.new_stream(kind)
-    assert stream is None
-    with device.use_stream(stream, kind):
-        buffer = device.host_buffer(16, kind)
-    device.wait_stream(stream, kind)
+    assert device.device_name(kind) == "cpu"
+    buffer = device.host_buffer(16, kind)
     device.reset_peak(kind)
     device.empty_cache(kind)
     device.synchronize(kind)

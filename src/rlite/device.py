@@ -3,10 +3,8 @@
 Everything is a thin forward to torch; on the CPU the memory calls answer from the process' resident set.
 """
 
-import contextlib
 import ctypes
 import importlib.util
-from contextlib import AbstractContextManager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -108,20 +106,9 @@ def host_buffer(num_bytes: int, kind: DeviceKind) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=kind.is_accelerator)
 
 
-def new_stream(kind: DeviceKind) -> Any | None:
-    """A side stream for copies; `None` on the CPU, which has no streams."""
-    return _runtime(kind).Stream() if kind.is_accelerator else None
-
-
-def use_stream(stream: Any | None, kind: DeviceKind) -> AbstractContextManager[Any]:
-    """Context in which work is queued on `stream` (from `new_stream`)."""
-    return contextlib.nullcontext() if stream is None else _runtime(kind).stream(stream)
-
-
-def wait_stream(stream: Any | None, kind: DeviceKind) -> None:
-    """The current stream waits for everything queued on `stream` so far."""
-    if stream is not None:
-        _runtime(kind).current_stream().wait_stream(stream)
+def device_name(kind: DeviceKind) -> str:
+    """What the device calls itself, for example `NVIDIA H100 80GB HBM3`."""
+    return str(_runtime(kind).get_device_name()) if kind.is_accelerator else "cpu"
 
 
 def resident_bytes() -> int:

@@ -92,6 +92,15 @@ def test_mfu():
     assert alg.mfu(4e15, seconds=2.0, devices=8, peak_flops=1e15) == 0.25
 
 
+def test_update_metrics_know_the_peak_of_some_devices_only() -> None:
+    shape = alg.ModelShape(hidden=4, layers=1, heads=1, vocab=10, ffn=8, kv_heads=1, head_dim=4)
+    flops = 2 * alg.train_flops(shape, [3, 5])
+    known = alg.update_metrics(shape, [3, 5], epochs=2, seconds=0.5, devices=2, device_name="NVIDIA H100 80GB HBM3")
+    assert known == {"perf/tflops/actor": flops / 1e12, "perf/mfu/actor": flops / 989e12}
+    unknown = alg.update_metrics(shape, [3, 5], epochs=2, seconds=0.5, devices=2, device_name="cpu")
+    assert unknown.keys() == {"perf/tflops/actor"}
+
+
 def test_adaptive_kl():
     case = DATA["controllers"]["adaptive_kl"]
     controller = alg.AdaptiveKL(coef=case["beta"], target=case["target"], horizon=case["horizon"])

@@ -8,7 +8,7 @@ from rlite.algorithms.config import AlgorithmConfig
 from rlite.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, Coefficients
 from rlite.algorithms.corrections import CORRECTIONS, correction_weights, opsm_mask
 from rlite.algorithms.entropy import high_entropy_mask, high_entropy_threshold
-from rlite.algorithms.flops import ModelShape, forward_flops, generate_flops, mfu, train_flops
+from rlite.algorithms.flops import ModelShape, forward_flops, generate_flops, mfu, train_flops, update_metrics
 from rlite.algorithms.inputs import Counts, LossInputs, group_token_counts
 from rlite.algorithms.kl import KL_ESTIMATORS, kl_estimate
 from rlite.algorithms.losses import PolicyLoss
@@ -82,5 +82,6 @@ __all__ = [
     "train_flops",
     "trainable_rows",
     "unflatten_padded",
+    "update_metrics",
     "weighted_sum",
 ]

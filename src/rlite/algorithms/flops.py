@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
-"""Dense bf16 peak of one device, by the name that the device reports."""
+_PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2.25e15}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak of one device by what it calls itself; None when it is not known."""
+    return next((peak for name, peak in _PEAK_FLOPS.items() if name in device_name), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +118,23 @@ def generate_flops(shape: ModelShape, prompt_tokens: int, completion_tokens: int
     contexts = steps * prompt_tokens + steps * (steps + 1) // 2
     decode = 2.0 * shape.active_weights * steps + 2.0 * shape.layers * score_dim * contexts
     return forward_flops(shape, [prompt_tokens]) + decode
+
+
+def update_metrics(
+    shape: ModelShape, lengths: Sequence[int], *, epochs: int, seconds: float, devices: int, device_name: str
+) -> dict[str, float]:
+    """`perf/tflops/actor`, model TFLOP/s of one device while it updates; `perf/mfu/actor` on a device of known peak.
+
+    Args:
+        lengths: of every row of the step, all data-parallel ranks together.
+        epochs: times each row was trained on.
+        seconds: of all updates of the step.
+    """
+    flops, peak = epochs * train_flops(shape, lengths), peak_flops(device_name)
+    metrics = {"perf/tflops/actor": flops / (seconds * devices * 1e12)}
+    if peak is not None:
+        metrics["perf/mfu/actor"] = mfu(flops, seconds=seconds, devices=devices, peak_flops=peak)
+    return metrics
 
 
 def mfu(flops: float, *, seconds: float, devices: int, peak_flops: float) -> float:

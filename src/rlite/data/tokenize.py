@@ -178,11 +178,7 @@ class PromptEncoder:
 def _messages(content: Any, *, where: str) -> list[Mapping[str, str]]:
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
-    if (
-        isinstance(content, list)
-        and content
-        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in content)
-    ):
+    if isinstance(content, list) and content and all(_is_message(message) for message in content):
         return list(content)
     raise ValueError(f"{where}: expected text or a list of messages with role and content, got {content!r:.200}")
 

@@ -1,8 +1,11 @@
 """`GRPOModule`: group-relative policy optimisation. The algorithm is in `rlite.algorithms`; this is its order of events."""
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from rlite.algorithms import (
     Coefficients,
     Counts,
     LossInputs,
+    ModelShape,
     PolicyObjective,
     add_metric_sums,
     algorithm_config,
@@ -24,6 +28,7 @@ from rlite.algorithms import (
     shape_rewards,
     summarize_metrics,
     trainable_rows,
+    update_metrics,
 )
 from rlite.algorithms.rollout_metrics import advantage_metrics
 from rlite.config import BatchConfig
@@ -352,6 +357,11 @@ class GRPOModule(PolicyModule):
             entropy_threshold=entropy_threshold,
         )
 
+    @cached_property
+    def model_shape(self) -> ModelShape:
+        """What decides the FLOPs of the policy."""
+        return ModelShape.from_hf(json.loads((Path(self.policy_dir) / "config.json").read_text()))
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["algorithm"] = self.coefficients.state_dict()
@@ -366,6 +376,14 @@ class GRPOModule(PolicyModule):
         before_s = sum(metrics.get(f"timing_s/{name}", 0.0) for name in earlier)
         step_s = before_s + time.perf_counter() - started_s
         lengths = [len(r.prompt.token_ids) + len(r.completion.token_ids) for r in batch.rollouts]
-        tokens = sum(self.strategy.gather_data_parallel(sum(lengths)))
-        metrics |= {"timing_s/step": step_s, "perf/tokens_per_s": tokens / step_s}
+        everyones = [length for rank in self.strategy.gather_data_parallel(lengths) for length in rank]
+        metrics |= {"timing_s/step": step_s, "perf/tokens_per_s": sum(everyones) / step_s}
+        metrics |= update_metrics(
+            self.model_shape,
+            everyones,
+            epochs=self.batch.epochs,
+            seconds=metrics["timing_s/update"],
+            devices=self.trainer.world_size,
+            device_name=self.strategy.device_name,
+        )
         self.log_values(metrics, batch_size=max(1, len(batch.rollouts)))

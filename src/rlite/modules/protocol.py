@@ -22,6 +22,9 @@ class PolicyStrategy(Protocol):
     stopwatch: StopwatchLike
 
     @property
+    def device_name(self) -> str: ...
+
+    @property
     def dp_rank(self) -> int: ...
 
     @property

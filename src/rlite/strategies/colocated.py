@@ -87,6 +87,11 @@ class ColocatedRLStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def device_name(self) -> str:
+        """What this rank's device calls itself."""
+        return device.device_name(device.DeviceKind(self.root_device.type))
+
+    @property
     def num_processes(self) -> int:
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
