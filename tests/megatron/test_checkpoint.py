@@ -1,4 +1,4 @@
-"""Sharded checkpoints: bitwise on the same layout, exact to rounding on another, refused when damaged."""
+"""Sharded checkpoints: state bitwise on every layout, training after it to rounding, refused when damaged."""
 
 import shutil
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.megatron.tiny import (
     assemble,
     bring_up,
     canonical_parts,
+    local_moments,
     make_rows,
     shard_rows,
     toy_loss,
@@ -27,6 +28,10 @@ from tests.megatron.tiny import (
 
 EP2, TP2, PP2 = ParallelLayout(ep=2), ParallelLayout(tp=2, etp=2), ParallelLayout(pp=2)
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.01, warmup_steps=4)
+STEADY = OptimizerConfig(lr=3e-3, weight_decay=0.01, warmup_steps=4, eps=1e-3)
+"""For comparing layouts, which add up gradients in another order. Adam divides by sqrt(v) + eps: where a gradient is nothing
+but rounding (1e-9, of an expert that saw no token), the default eps = 1e-8 makes a step of size lr of its sign, so weights
+of two exact layouts would differ by up to lr. With 1e-3, rounding of 1e-9 moves a weight by lr * 1e-6."""
 
 
 def _train(policy: Policy, scheduler: LrScheduler, steps: range) -> list[float]:
@@ -41,73 +46,107 @@ def _train(policy: Policy, scheduler: LrScheduler, steps: range) -> list[float]:
     return norms
 
 
-def _save_then_go_on(config: dict, layout: ParallelLayout, path: str, dtype: torch.dtype) -> tuple:
-    policy = bring_up(config, layout, optimizer=OPTIMIZER, dtype=dtype)
+def _canonical(config: dict, policy: Policy) -> dict[str, list]:
+    """This rank's parts of weights and of both moments."""
+    tensors = {"weight": named_local_tensors(policy.chunks)}
+    tensors |= {key: local_moments(policy, key) for key in ("exp_avg", "exp_avg_sq")}
+    return {kind: canonical_parts(config, policy.layout, local) for kind, local in tensors.items()}
+
+
+def _train_and_save(
+    config: dict, layout: ParallelLayout, optimizer: OptimizerConfig, dtype: torch.dtype, path: str, steps: list[range]
+) -> tuple[list[float], list[dict]]:
+    """Saves between the ranges of steps; returns gradient norms and the state at the end of each range."""
+    policy = bring_up(config, layout, optimizer=optimizer, dtype=dtype)
     scheduler = LrScheduler(policy.runner.optimizer)
-    _train(policy, scheduler, range(3))
-    common = {"rollout_step": 3, "scheduler": scheduler.state_dict()}
-    save_sharded(path, policy.chunks, policy.runner.optimizer, common=common)
-    saved = canonical_parts(config, layout, named_local_tensors(policy.chunks))
-    norms = _train(policy, scheduler, range(3, 6))
-    return norms, saved, canonical_parts(config, layout, named_local_tensors(policy.chunks))
+    norms, states = _train(policy, scheduler, steps[0]), []
+    save_sharded(path, policy.chunks, policy.runner.optimizer, common=_common(scheduler))
+    states.append(_canonical(config, policy))
+    for more in steps[1:]:
+        norms += _train(policy, scheduler, more)
+        states.append(_canonical(config, policy))
+    return norms, states
 
 
-def _load_then_go_on(config: dict, layout: ParallelLayout, path: str, dtype: torch.dtype) -> tuple:
-    policy = bring_up(config, layout, optimizer=OPTIMIZER, dtype=dtype)
+def _common(scheduler: LrScheduler) -> dict:
+    return {"rollout_step": scheduler.num_steps, "scheduler": scheduler.state_dict()}
+
+
+def _load_and_train(
+    config: dict, layout: ParallelLayout, optimizer: OptimizerConfig, dtype: torch.dtype, path: str, steps: range,
+    save_to: str | None = None,
+) -> tuple[list[float], list[dict]]:  # fmt: skip
+    """Returns gradient norms, and the state right after loading and at the end."""
+    policy = bring_up(config, layout, optimizer=optimizer, dtype=dtype)
     for weight in named_local_tensors(policy.chunks).values():
         weight.fill_(0.123)
-    optimizer = policy.runner.optimizer
-    flats = [tensor.data_ptr() for tensor in flat_optimizer_state(optimizer) + flat_parameters(policy.chunks)]
-    common = load_sharded(path, policy.chunks, optimizer)
-    assert flats == [t.data_ptr() for t in flat_optimizer_state(optimizer) + flat_parameters(policy.chunks)]
-    assert common["rollout_step"] == 3
-    loaded = canonical_parts(config, layout, named_local_tensors(policy.chunks))
-    scheduler = LrScheduler(optimizer)
+    mcore = policy.runner.optimizer
+    flats = [tensor.data_ptr() for tensor in flat_optimizer_state(mcore) + flat_parameters(policy.chunks)]
+    common = load_sharded(path, policy.chunks, mcore)
+    assert flats == [t.data_ptr() for t in flat_optimizer_state(mcore) + flat_parameters(policy.chunks)]
+    assert common["rollout_step"] == steps.start
+    loaded = _canonical(config, policy)
+    scheduler = LrScheduler(mcore)
     scheduler.load_state_dict(common["scheduler"])
-    norms = _train(policy, scheduler, range(3, 6))
-    steps = {float(state["step"]) for part in optimizer.parts for state in part.optimizer.state.values()}
-    assert steps == {6.0}, "every parameter has made six steps: none shares its counter with another"
-    return norms, loaded, canonical_parts(config, layout, named_local_tensors(policy.chunks))
+    norms = _train(policy, scheduler, steps)
+    counts = {float(state["step"]) for part in mcore.parts for state in part.optimizer.state.values()}
+    assert counts == {float(steps.stop)}, "every parameter has made so many steps: none shares its counter with another"
+    if save_to is not None:
+        save_sharded(save_to, policy.chunks, mcore, common=_common(scheduler))
+    return norms, [loaded, _canonical(config, policy)]
 
 
-def _resume(name: str, tmp_path: Path, save: ParallelLayout, load: ParallelLayout, dtype: torch.dtype) -> tuple:
-    path = str(tmp_path / "checkpoint")
-    expected = run_world(2, _save_then_go_on, CONFIGS[name], save, path, dtype)
-    actual = run_world(2, _load_then_go_on, CONFIGS[name], load, path, dtype)
-    (norms, saved, weights), (resumed_norms, loaded, resumed) = map(_assembled, (expected, actual))
-    for name_, weight in saved.items():
-        assert torch.equal(loaded[name_], weight), f"{name_} was not restored"
-    return norms, weights, resumed_norms, resumed
+def _assembled(per_rank: list) -> tuple[list[float], list[dict[str, dict[str, Tensor]]]]:
+    """Gradient norms, and each state as whole canonical tensors by kind and name."""
+    norms, states = per_rank[0]
+    whole = [
+        {kind: assemble([rank[1][index][kind] for rank in per_rank]) for kind in state}
+        for index, state in enumerate(states)
+    ]
+    return norms, whole
 
 
-def _assembled(per_rank: list) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    first, last = (assemble([rank[index] for rank in per_rank]) for index in (1, 2))
-    return per_rank[0][0], first, last
+def _assert_equal(state: dict, expected: dict, *, atol: float = 0.0) -> None:
+    for kind, tensors in expected.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                state[kind][name], tensor, rtol=0, atol=atol, msg=lambda m, w=f"{kind} of {name}": f"{w}: {m}"
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_resume_on_the_same_layout_is_bitwise(tmp_path: Path, dtype: torch.dtype) -> None:
-    norms, weights, resumed_norms, resumed = _resume("deepseek_v3", tmp_path, EP2, EP2, dtype)
-    assert resumed_norms == norms
-    for name, weight in weights.items():
-        assert torch.equal(resumed[name], weight), name
+    config, path = CONFIGS["deepseek_v3"], str(tmp_path / "saved")
+    whole = run_world(2, _train_and_save, config, EP2, OPTIMIZER, dtype, path, [range(3), range(3, 6)])
+    rest = run_world(2, _load_and_train, config, EP2, OPTIMIZER, dtype, path, range(3, 6))
+    (norms, (saved, end)), (rest_norms, (loaded, rest_end)) = map(_assembled, (whole, rest))
+    _assert_equal(loaded, saved)
+    _assert_equal(rest_end, end)
+    assert rest_norms == norms[3:]
 
 
 @pytest.mark.parametrize(
-    ("name", "save", "load"),
+    ("name", "layouts"),
     [
-        ("deepseek_v3", EP2, TP2),
-        ("qwen3_moe", TP2, PP2),
-        ("qwen3_moe", PP2, ParallelLayout(pp=2, vpp=2)),
-        ("llama_tied", PP2, TP2),
+        ("deepseek_v3", [EP2, TP2, PP2]),
+        ("qwen3_moe", [PP2, ParallelLayout(pp=2, vpp=2)]),
+        ("llama_tied", [PP2, TP2]),
     ],
 )
-def test_resume_on_another_layout(tmp_path: Path, name: str, save: ParallelLayout, load: ParallelLayout) -> None:
-    norms, weights, resumed_norms, resumed = _resume(name, tmp_path, save, load, torch.float32)
-    assert resumed_norms == pytest.approx(norms, rel=1e-5)
-    for tensor, weight in weights.items():
-        # Adam divides by the root of the second moment: a gradient near zero turns rounding into part of a step.
-        torch.testing.assert_close(resumed[tensor], weight, rtol=0, atol=2e-4, msg=lambda m, t=tensor: f"{t}: {m}")
+def test_resume_on_other_layouts(tmp_path: Path, name: str, layouts: list[ParallelLayout]) -> None:
+    """Weights and moments are the same numbers on each; three more updates on each equal those of the first to 1e-6."""
+    config, paths = CONFIGS[name], [str(tmp_path / str(index)) for index in range(len(layouts) + 1)]
+    ranges = [range(3 * index, 3 * index + 3) for index in range(len(layouts))]
+    whole = run_world(2, _train_and_save, config, layouts[0], STEADY, torch.float32, paths[0], ranges)
+    norms, expected = _assembled(whole)
+    saved = expected[0]
+    for index, (layout, steps) in enumerate(zip(layouts[1:], ranges[1:], strict=True)):
+        arguments = (config, layout, STEADY, torch.float32, paths[index], steps, paths[index + 1])
+        resumed_norms, (loaded, end) = _assembled(run_world(2, _load_and_train, *arguments))
+        _assert_equal(loaded, saved)
+        _assert_equal(end, expected[index + 1], atol=1e-6)
+        assert resumed_norms == pytest.approx(norms[steps.start : steps.stop], rel=1e-5)
+        saved = end
 
 
 def _save_weights_only(path: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
@@ -172,6 +173,26 @@ def local_gradients(policy: Policy) -> dict[str, Tensor]:
         for index, chunk in enumerate(policy.chunks)
         for name, parameter in unwrap(chunk).named_parameters()
     }
+
+
+def local_moments(policy: Policy, key: str) -> dict[str, Tensor]:
+    """`exp_avg` or `exp_avg_sq` in the shape of each parameter, out of the shards of the data-parallel ranks."""
+    names = {
+        parameter: f"{index}.{name}"
+        for index, chunk in enumerate(policy.chunks)
+        for name, parameter in unwrap(chunk).named_parameters()
+    }
+    moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for parameter, name in names.items()}
+    for part in policy.runner.optimizer.parts:
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            shard = part._get_model_param_range_map(parameter)["param"]
+            main = part.optimizer.param_groups[group]["params"][order]
+            moments[names[parameter]].view(-1)[shard.start : shard.end] = part.optimizer.state[main][key].view(-1)
+    for parameter, name in names.items():
+        is_expert = not getattr(parameter, "allreduce", True)
+        group = parallel_state.get_expert_data_parallel_group if is_expert else parallel_state.get_data_parallel_group
+        dist.all_reduce(moments[name], group=group())
+    return moments
 
 
 def make_rows(num_rows: int, *, seed: int = 0, vocab_size: int = 97) -> list[TokenRow]:
