@@ -1,10 +1,13 @@
 """GRPO runs through the command line on real parts: what they log, that they repeat, and that layouts agree."""
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import logger, metrics, rlite, samples
+from tests.integration.runs import ROOT, logger, metrics, rlite, samples
 
 SMALL = (
     "--data.batch_size=4",
@@ -14,6 +17,7 @@ SMALL = (
 )
 CONFIG = "configs/grpo_demo_cpu.yaml"
 TWO_UPDATES = "--model.batch.epochs=2"
+ONE_STEP = "--trainer.limit_train_batches=1"
 LENGTH = "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_tokens: 4}}]"
 """A reward that differs between the completions of a random policy."""
 
@@ -64,6 +68,14 @@ def test_every_promised_metric_is_logged(demo: Path) -> None:
     assert promised <= metrics(demo)[0].keys(), promised - metrics(demo)[0].keys()
 
 
+def test_every_logged_metric_is_documented(demo: Path) -> None:
+    named = re.findall(r"`([^`]+)`", (ROOT / "docs" / "metrics.md").read_text())
+    pattern = "|".join(re.escape(name).replace(r"\{name\}", "[^/]+") for name in named)
+    pattern = re.sub(r"\\\{([\w,]+)\\\}", lambda choice: f"({choice[1].replace(',', '|')})", pattern)
+    unknown = [name for name in metrics(demo)[0] if not re.fullmatch(pattern, name)]
+    assert not unknown, unknown
+
+
 def test_every_completion_is_in_the_samples_file(demo: Path) -> None:
     lines = samples(demo)
     assert len(lines) == 2 * 4 * 4
@@ -86,29 +98,49 @@ def test_the_same_seed_gives_the_same_completions_and_another_seed_others(demo: 
 
 
 LAYOUTS = {
-    "ep2": "ep: 2",
-    "tp2": "ep: 1, tp: 2, etp: 2",
-    "dp2": "ep: 1",
-    "pp2": "ep: 1, pp: 2, first_stage_layers: 1",
-    "cp2": "ep: 1, cp: 2",
-    "tp2ep2": "ep: 2, tp: 2, etp: 1",
+    "ep2": (2, "ep: 2"),
+    "tp2etp2": (2, "ep: 1, tp: 2, etp: 2"),
+    "dp2": (2, "ep: 1"),
+    "pp2": (2, "ep: 1, pp: 2, first_stage_layers: 1"),
+    "pp2vpp2": (2, "ep: 1, pp: 2, vpp: 2"),
+    "cp2": (2, "ep: 1, cp: 2"),
+    "tp2ep2": (2, "ep: 2, tp: 2, etp: 1"),
+    "pp2ep2": (4, "ep: 2, pp: 2"),
 }
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's model with a layer more: two pipeline ranks with two chunks each need four."""
+    directory = tmp_path_factory.mktemp("policy") / "tiny_dsv3"
+    shutil.copytree(ROOT / "configs/models/tiny_dsv3", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    return f"--model.policy={directory}"
+
+
+@pytest.fixture(scope="module")
+def one_process(four_layers: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     folder = tmp_path_factory.mktemp("one") / "run"
     layout = "--trainer.strategy.init_args.layout={ep: 1}"
-    return grpo(folder, layout, engine("VLLMRollout", "tp: 1"), LENGTH, TWO_UPDATES, world_size=1)[0]
+    return grpo(folder, four_layers, layout, *ragged_step(engine_tp=1), world_size=1)[0]
+
+
+def ragged_step(*, engine_tp: int) -> tuple[str, ...]:
+    """One rollout step of longer completions, so that some of each group end early, and two updates."""
+    reward = "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 12, cache_tokens: 12}}]"
+    return (engine("VLLMRollout", f"tp: {engine_tp}", max_tokens=12), reward, ONE_STEP, TWO_UPDATES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS.values(), ids=LAYOUTS)
 def test_a_whole_rl_step_does_not_depend_on_the_layout(
-    layout: str, one_process: dict[str, float], tmp_path: Path
+    world_size: int, layout: str, four_layers: str, one_process: dict[str, float], tmp_path: Path
 ) -> None:
     """Rewards, log-probabilities, loss, gradient norm and the effect of the first update on the second."""
-    row = grpo(tmp_path / "run", f"--trainer.strategy.init_args.layout={{{layout}}}", LENGTH, TWO_UPDATES)[0]
+    overrides = (four_layers, f"--trainer.strategy.init_args.layout={{{layout}}}", *ragged_step(engine_tp=2))
+    row = grpo(tmp_path / "run", *overrides, world_size=world_size)[0]
+    assert one_process["advantage/abs_mean"] > 0.1 and one_process["grad_norm"] > 1e-3
     for key in ("reward/mean", "loss", "grad_norm", "entropy", "ratio/max", "ratio/min"):
         assert row[key] == pytest.approx(one_process[key], rel=1e-5, abs=1e-7), key
     assert row["rollout/logprob_diff_max"] <= 1e-4

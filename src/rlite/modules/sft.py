@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from rlite.algorithms import summarize_metrics
 from rlite.memory import Phase
 from rlite.modules.base import PolicyModule
 from rlite.types import LossOutput, TokenRow, TokenScores
@@ -28,14 +29,14 @@ class SFTModule(PolicyModule):
 
         def loss_fn(indices: Sequence[int], scores: TokenScores) -> LossOutput:
             loss = -scores.logprobs.sum() / num_tokens
-            sums = {"loss": loss.detach(), "entropy": scores.entropy.detach().sum() / num_tokens}
+            sums = {"sum:loss": loss.detach(), "sum:entropy": scores.entropy.detach().sum() / num_tokens}
             return LossOutput(loss=loss, metric_sums=sums)
 
         with self.strategy.stopwatch.timed("update"):
             result = self.strategy.update(rows, loss_fn, temperature=1.0)
         lr = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.step_schedules()
-        values = {**result.metric_sums, "grad_norm": result.grad_norm, "lr": lr}
+        values = {**summarize_metrics(result.metric_sums), "grad_norm": result.grad_norm, "lr": lr}
         values |= self.strategy.drain_metrics() | {"rollout_step": float(batch_idx)}
         self.log_values(values, batch_size=len(rows))
 
