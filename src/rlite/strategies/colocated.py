@@ -236,7 +236,8 @@ class ColocatedRLStrategy(ParallelStrategy):
         """The same under the frozen reference weights, whose routers always choose themselves."""
         self.phases.require(Phase.REFERENCE, action="scoring with the reference")
         native = [replace(row, experts=None) for row in rows]
-        return self.policy.runner.score(native, temperature=temperature)
+        with self.policy.with_reference_biases():
+            return self.policy.runner.score(native, temperature=temperature)
 
     def update(self, rows: Sequence[TokenRow], loss_fn: LossFn, *, temperature: float) -> UpdateResult:
         """One optimizer step: forward and backward over micro-batches of `rows`, clip, step."""

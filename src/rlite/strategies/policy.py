@@ -59,6 +59,7 @@ class PolicyState:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._runner: Any = None
+        self._reference_biases: list[Tensor] = []
 
     def _build_chunks(self, initialize: bool) -> torch.nn.ModuleList:
         from rlite.megatron.model import build_policy
@@ -134,7 +135,7 @@ class PolicyState:
             raise RuntimeError(
                 "this strategy has trained already: a second fit needs a new Trainer and module (init_from)"
             )
-        wrapped = wrap_for_training(list(self.chunks))
+        wrapped = wrap_for_training(list(self.chunks), grad_reduce_in_fp32=self.options.grad_reduce_in_fp32)
         for index, chunk in enumerate(wrapped):  # the module list that Lightning knows keeps its identity
             self.chunks[index] = chunk
         self.optimizer = build_optimizer(self.chunks, config.with_total_steps(total_steps))
@@ -169,10 +170,22 @@ class PolicyState:
         return DerivedBuffers(self.WEIGHTS, weights, rebuild=rebuilder.run)
 
     def keep_reference(self) -> None:
-        """Copies the weights as they are now to the host; phase REFERENCE puts them in the policy's place."""
+        """Copies the weights as they are now to the host; phase REFERENCE puts them in the policy's place.
+
+        The bias of routers is in no flat storage: `with_reference_biases` is to be around what the reference computes.
+        """
+        from rlite.megatron.balance import router_biases
+
         policy = self.phases.residents[POLICY]
         assert isinstance(policy, FlatBuffers)
         self.phases.register(policy.frozen_copy(REFERENCE))
+        self._reference_biases = [bias.clone() for bias in router_biases(self.chunks)]
+
+    def with_reference_biases(self) -> AbstractContextManager[None]:
+        """The routers' biases of the reference, until the end of the block."""
+        from rlite.megatron.balance import with_router_biases
+
+        return with_router_biases(self.chunks, self._reference_biases)
 
     @property
     def runner(self) -> Any:
