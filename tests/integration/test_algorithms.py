@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from rlite.algorithms import PRESETS
-from tests.helpers.world import run_world
-from tests.integration.runs import _command, logger, metrics, rlite
+from tests.integration.presets import STEPS
+from tests.integration.runs import logger, metrics, rlite
 
 COMMON = (
     "fit", "--config", "configs/grpo_demo_cpu.yaml", "--data.batch_size=4", "--model.batch={group_size: 4, minibatches: 2}",
@@ -26,22 +26,24 @@ LONGER = (
 """Room for completions of a random policy to end: some presets give those that do not end no reward at all."""
 
 
-def _run_all(folder: Path) -> None:
-    """One after the other in the same processes."""
-    for preset in PRESETS:
-        _command((*COMMON, *LONGER, f"--model.algorithm={preset}", logger(folder / preset)))
-
-
 @pytest.mark.slow
 def test_every_preset_trains(tmp_path: Path) -> None:
-    run_world(2, _run_all, tmp_path, timeout_s=900)
-    for preset in PRESETS:
-        rows = metrics(tmp_path / preset)
-        assert len(rows) == 2, preset
-        for row in rows:
-            assert math.isfinite(row["loss"]), preset
-            assert row["grad_norm"] > 0, preset
-            assert row["updates_skipped"] == 0, preset
+    folder, num_steps = tmp_path / "run", STEPS * len(PRESETS)
+    everything = "--trainer.callbacks+={class_path: tests.integration.presets.EveryPreset}"
+    keeps_a_reference = "--model.algorithm=grpo_kl"
+    rlite(
+        *COMMON, *LONGER, everything, keeps_a_reference, f"--trainer.limit_train_batches={num_steps}",
+        "--model.optimizer.lr=1e-5", logger(folder), timeout_s=900,
+    )  # fmt: skip
+    rows = metrics(folder)
+    assert len(rows) == num_steps
+    for step, row in enumerate(rows):
+        preset = list(PRESETS)[step // STEPS]
+        assert math.isfinite(row["loss"]), preset
+        assert row["grad_norm"] > 0, preset
+        assert row["updates_skipped"] == 0, preset
+    norms = [row["grad_norm"] for row in rows[::STEPS]]
+    assert len({f"{norm:.3e}" for norm in norms}) > len(PRESETS) // 2, "presets differ in what they do"
 
 
 def test_a_users_loss_by_its_path_in_a_yaml_file(tmp_path: Path) -> None:
