@@ -1,11 +1,14 @@
-"""`RunLogger`: what becomes of a `metrics.csv` that is there already."""
+"""`RunLogger`: what becomes of a `metrics.csv` that is there already, and which run `--ckpt_path last` goes on with."""
 
 import csv
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from jsonargparse import Namespace
 
+from rlite.cli.app import RLiteCLI
 from rlite.loggers import RunLogger
 
 
@@ -55,3 +58,28 @@ def test_the_last_checkpoint_is_that_of_the_run_saved_last_whatever_the_runs_are
     found = RunLogger(save_dir=str(tmp_path), name="demo").last_checkpoint()
     assert found is not None and found.parent.parent.name == "20261129-190854"
     assert RunLogger(save_dir=str(tmp_path), name="nothing").last_checkpoint() is None
+
+
+def _resume_last(**trainer: object) -> Namespace:
+    cli = SimpleNamespace(config={"fit": Namespace(ckpt_path="last", trainer=Namespace(**trainer))}, subcommand="fit")
+    RLiteCLI._find_last_checkpoint(cli)
+    return cli.config["fit"]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_ckpt_path_last_goes_on_in_the_directory_of_the_run_with_and_without_a_logger_in_the_config(
+    explicit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    last = Path("runs") / "rlite" / "version_3" / "checkpoints" / "last.ckpt"
+    last.mkdir(parents=True)
+    (last / "COMPLETE").touch()
+    logger = Namespace(class_path="rlite.loggers.RunLogger", init_args=Namespace(save_dir="runs", version=None))
+    config = _resume_last(logger=logger if explicit else None)
+    assert config.ckpt_path == str(last)
+    assert config.trainer.logger.init_args.version == "version_3"
+
+
+def test_ckpt_path_last_without_a_run_logger_asks_for_the_path() -> None:
+    with pytest.raises(ValueError, match=r"--ckpt_path last: .* this config has none; give the path"):
+        _resume_last(logger=Namespace(class_path="lightning.pytorch.loggers.WandbLogger", init_args=Namespace()))

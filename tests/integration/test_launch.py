@@ -1,6 +1,7 @@
-"""How ranks start: our own launcher, and torchrun with two nodes."""
+"""How ranks start: our own launcher, torchrun with two nodes, and SLURM."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,32 +32,63 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+@pytest.fixture(scope="module")
+def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """The directory of a run with the launcher's own two ranks, and how it ended."""
+    folder = tmp_path_factory.mktemp("own") / "run"
+    command = [sys.executable, "-m", "rlite", *SFT, logger(folder)]
+    return folder, subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def start(command: list[str], **variables: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
 @pytest.mark.slow
-def test_the_command_starts_its_own_ranks_and_prints_only_its_lines(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rlite", *SFT, logger(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+def test_the_command_starts_its_own_ranks_and_prints_only_its_lines(own_launcher: tuple) -> None:
+    folder, done = own_launcher
     assert done.returncode == 0, done.stderr
-    assert len(metrics(tmp_path / "run")) == 2
+    assert len(metrics(folder)) == 2
     assert len(done.stdout.splitlines()) <= 3, done.stdout
 
 
 @pytest.mark.slow
-def test_two_torchrun_nodes_train_what_two_local_ranks_train(tmp_path: Path) -> None:
+def test_two_torchrun_nodes_train_what_two_local_ranks_train(own_launcher: tuple, tmp_path: Path) -> None:
     """2 nodes of 2 processes, data parallel 4 with experts over 2, against the launcher's own 2 processes."""
-    one = [sys.executable, "-m", "rlite", *SFT, logger(tmp_path / "one")]
-    subprocess.run(one, cwd=ROOT, env=environment(), capture_output=True, check=True, timeout=300)
     port = free_port()
     nodes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=2",
-             "--master_addr=127.0.0.1", f"--master_port={port}", "-m", "rlite", *SFT, "--trainer.num_nodes=2",
-             logger(tmp_path / "two")],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+        start([
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=2",
+            "--master_addr=127.0.0.1", f"--master_port={port}", "-m", "rlite", *SFT, "--trainer.num_nodes=2",
+            logger(tmp_path / "two"),
+        ])
         for rank in range(2)
     ]  # fmt: skip
     outputs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
-    for here, there in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+    for here, there in zip(metrics(tmp_path / "two"), metrics(own_launcher[0]), strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
         assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_slurm_tasks_train_the_same_and_sigusr1_stops_them_saved(own_launcher: tuple, tmp_path: Path) -> None:
+    """Two tasks as `srun` starts them. In the second step one gets the signal that SLURM sends before the time is up."""
+    fault = f"{{where: update, rank: 1, step: 1, signum: {signal.SIGUSR1:d}}}"
+    command = [
+        sys.executable, "-m", "rlite", *SFT, "--trainer.limit_train_batches=9", "--trainer.enable_checkpointing=true",
+        f"--trainer.callbacks+={{class_path: tests.integration.faults.Signal, init_args: {fault}}}",
+        logger(tmp_path / "run"),
+    ]  # fmt: skip
+    job = {
+        "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "1",
+        "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    tasks = [start(command, **job, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+    outputs = [task.communicate(timeout=300)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [143, 143], "\n".join(outputs)
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").resolve().name == "rollout-1.ckpt"
+    for here, there in zip(metrics(tmp_path / "run"), metrics(own_launcher[0]), strict=True):
+        assert (here["loss"], here["grad_norm"]) == (there["loss"], there["grad_norm"])

@@ -34,31 +34,38 @@ class GracefulPreemption(Callback):
         self.stopped = False
         self._old_handlers: dict[int, Any] = {}
         self._old_wakeup_fd = -1
-        self._pipe: tuple[int, int] | None = None
+        self._write_fd: int | None = None
         self._finished = threading.Event()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
-        self._pipe = (read_fd, write_fd)
-        self._old_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        self.requested = self.stopped = False
+        self._finished = threading.Event()
+        read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._old_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        # In the place of Lightning's, which it installs before this hook: under SLURM that one would save within the handler.
         for signum in (signal.SIGTERM, signal.SIGUSR1):
             self._old_handlers[signum] = signal.signal(signum, self._handle)
-        threading.Thread(target=self._watch, args=(read_fd,), name="rlite-preemption", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(read_fd, self._finished), name="rlite-preemption", daemon=True
+        ).start()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.requested = True
 
-    def _watch(self, read_fd: int) -> None:
-        while data := os.read(read_fd, 1):
-            if data[0] in (signal.SIGTERM, signal.SIGUSR1):
-                self.requested = True
-                if not self._finished.wait(self.grace_s):
-                    os._exit(EXIT_CODE)
-                return
+    def _watch(self, read_fd: int, finished: threading.Event) -> None:
+        try:
+            while data := os.read(read_fd, 1):
+                if data[0] in (signal.SIGTERM, signal.SIGUSR1):
+                    self.requested = True
+                    if not finished.wait(self.grace_s):
+                        os._exit(EXIT_CODE)
+                    return
+        finally:
+            os.close(read_fd)
 
     @override
     def on_train_batch_end(
@@ -79,8 +86,8 @@ class GracefulPreemption(Callback):
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
         self._old_handlers.clear()
-        if self._pipe is not None:
+        if self._write_fd is not None:
             signal.set_wakeup_fd(self._old_wakeup_fd)
             self._finished.set()
-            os.close(self._pipe[1])
-            self._pipe = None
+            os.close(self._write_fd)  # the watcher reads the end
+            self._write_fd = None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from jsonargparse import set_parsing_settings
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -104,16 +104,23 @@ class RLiteCLI(LightningCLI):
         config = self.config[self.subcommand]
         if config.get("ckpt_path") != "last":
             return
+        if config.trainer.logger in (None, True):
+            config.trainer.logger = Namespace(class_path="rlite.loggers.RunLogger", init_args=Namespace())
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         ours = [entry for entry in loggers if getattr(entry, "class_path", "").endswith("RunLogger")]
-        logger = RunLogger(**ours[0].init_args.as_dict()) if ours else RunLogger()
+        if not ours:
+            raise ValueError(
+                "--ckpt_path last: it looks among the runs of trainer.logger = rlite.loggers.RunLogger, and this config has "
+                "none; give the path of the checkpoint"
+            )
+        logger = RunLogger(**ours[0].init_args.as_dict())
         found = logger.last_checkpoint()
         if found is None:
             raise FileNotFoundError(
                 f"--ckpt_path last: no run under {logger.root_dir} has a complete checkpoints/last.ckpt"
             )
         config.ckpt_path = str(found)
-        if ours and self.subcommand == "fit":
+        if self.subcommand == "fit" and ours[0].init_args.get("version") is None:
             ours[0].init_args.version = found.parent.parent.name
 
     @override
