@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.logprob_memory import chunked, peak_bytes, whole
 from rlite.megatron.logprobs import vocab_parallel_logprobs
 from tests.helpers.world import run_world
 
@@ -93,6 +94,20 @@ class _LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         if isinstance(result, Tensor):
             self.numel = max(self.numel, result.numel())
         return result
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_peak_memory_grows_with_the_chunk_and_not_with_tokens_times_vocabulary(backward: bool) -> None:
+    sizes = {"vocabulary": 2048, "hidden": 8, "backward": backward}
+    chunk_bytes = 16 * 2048 * 4
+    few, many = (peak_bytes(chunked(16), tokens=tokens, **sizes) for tokens in (64, 1024))
+    head_bytes = 2 * 2048 * 8 * 4 if backward else 0  # the gradient of the LM head, and what a chunk adds to it
+    assert 2 * chunk_bytes <= few <= 2.1 * chunk_bytes + head_bytes, "two matrices: logits and their softmax"
+    hidden_bytes = 8 * 4 if backward else 0  # of one token: its gradient
+    assert (many - few) / (1024 - 64) <= hidden_bytes + 32, "a token keeps some numbers, never a row of the vocabulary"
+    doubled = peak_bytes(chunked(32), tokens=64, **sizes)
+    assert 1.9 * chunk_bytes <= doubled - few <= 2.1 * chunk_bytes
+    assert peak_bytes(whole, tokens=64, **sizes) > 2.5 * doubled, "what the chunks save"
 
 
 def test_a_temperature_of_zero_is_refused() -> None:

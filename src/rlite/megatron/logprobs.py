@@ -56,7 +56,7 @@ class _Head:
 
     def logits(self, hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
         """fp32 `[C, V]`, divided by the temperature."""
-        logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH).float() * self.scale
+        logits_CV = torch.nn.functional.linear(hidden_CH, weight_VH).float().mul_(self.scale)
         logits_CV[:, self.num_tokens :] = _EXCLUDED
         return logits_CV
 
@@ -81,16 +81,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprob_N, entropy_N = torch.empty_like(log_z_N), torch.empty_like(log_z_N)
         for start in range(0, hidden_NH.size(0), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logits_CV = head.logits(hidden_NH[chunk], weight_VH)
-            peak_C = head.all_reduce(logits_CV.amax(-1), dist.ReduceOp.MAX)
-            local_C, here_C = head.local_targets(targets_N[chunk])
-            target_C = logits_CV.gather(-1, local_C[:, None])[:, 0] * here_C
-            exp_CV = (logits_CV - peak_C[:, None]).exp_()
-            sums = torch.stack([exp_CV.sum(-1), target_C, exp_CV.mul_(logits_CV).sum(-1)])
-            z_C, target_C, weighted_C = head.all_reduce(sums, dist.ReduceOp.SUM)
-            log_z_N[chunk] = z_C.log() + peak_C
-            logprob_N[chunk] = target_C - log_z_N[chunk]
-            entropy_N[chunk] = log_z_N[chunk] - weighted_C / z_C
+            log_z_C, target_C, mean_C = _chunk_sums(head, hidden_NH[chunk], weight_VH, targets_N[chunk])
+            log_z_N[chunk] = log_z_C
+            logprob_N[chunk] = target_C - log_z_C
+            entropy_N[chunk] = log_z_C - mean_C
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, log_z_N, entropy_N)
         ctx.head, ctx.chunk_tokens = head, chunk_tokens
         return logprob_N, entropy_N
@@ -103,14 +97,53 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         for start in range(0, hidden_NH.size(0), ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
-            hidden_CH, grad_C = hidden_NH[chunk], grad_logprob_N[chunk]
-            log_p_CV = ctx.head.logits(hidden_CH, weight_VH) - log_z_N[chunk, None]
-            p_CV = log_p_CV.exp()
-            grad_CV = log_p_CV.add_(entropy_N[chunk, None]).mul_(-grad_entropy_N[chunk, None])
-            grad_CV = grad_CV.sub_(grad_C[:, None]).mul_(p_CV)
-            local_C, here_C = ctx.head.local_targets(targets_N[chunk])
-            grad_CV.scatter_add_(-1, local_C[:, None], (grad_C * here_C)[:, None])
-            grad_CV = grad_CV.mul_(ctx.head.scale).to(weight_VH.dtype)
+            grad_CV = _chunk_gradient(
+                ctx.head,
+                hidden_NH[chunk],
+                weight_VH,
+                targets_N[chunk],
+                log_z_N[chunk],
+                entropy_N[chunk],
+                grad_logprob_N[chunk],
+                grad_entropy_N[chunk],
+            )
             grad_hidden_NH[chunk] = grad_CV @ weight_VH
-            grad_weight_VH += grad_CV.t() @ hidden_CH
+            grad_weight_VH += grad_CV.t() @ hidden_NH[chunk]
+            del grad_CV  # before the next chunk's logits
         return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype), None, None, None
+
+
+def _chunk_sums(head: _Head, hidden_CH: Tensor, weight_VH: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 `[C]` each: log of the partition sum, logit of the target, mean logit under the softmax.
+
+    A function of its own, so that a chunk's logits are gone before the next chunk makes its own.
+    """
+    logits_CV = head.logits(hidden_CH, weight_VH)
+    peak_C = head.all_reduce(logits_CV.amax(-1), dist.ReduceOp.MAX)
+    local_C, here_C = head.local_targets(targets_C)
+    target_C = logits_CV.gather(-1, local_C[:, None])[:, 0] * here_C
+    exp_CV = (logits_CV - peak_C[:, None]).exp_()
+    sums = torch.stack([exp_CV.sum(-1), target_C, exp_CV.mul_(logits_CV).sum(-1)])
+    z_C, target_C, weighted_C = head.all_reduce(sums, dist.ReduceOp.SUM)
+    return z_C.log() + peak_C, target_C, weighted_C / z_C
+
+
+def _chunk_gradient(
+    head: _Head,
+    hidden_CH: Tensor,
+    weight_VH: Tensor,
+    targets_C: Tensor,
+    log_z_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprob_C: Tensor,
+    grad_entropy_C: Tensor,
+) -> Tensor:
+    """`[C, V]`, gradient of the product of hidden states and LM head, in its dtype."""
+    log_p_CV = head.logits(hidden_CH, weight_VH).sub_(log_z_C[:, None])
+    p_CV = log_p_CV.exp()
+    grad_CV = log_p_CV.add_(entropy_C[:, None]).mul_(-grad_entropy_C[:, None])
+    grad_CV.sub_(grad_logprob_C[:, None]).mul_(p_CV)
+    del p_CV
+    local_C, here_C = head.local_targets(targets_C)
+    grad_CV.scatter_add_(-1, local_C[:, None], (grad_logprob_C * here_C)[:, None])
+    return grad_CV.mul_(head.scale).to(weight_VH.dtype)
