@@ -1,24 +1,17 @@
 """Memory in whole runs: what each phase holds, what was predicted, what grows, and what happens when it runs out."""
 
-import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY, REFERENCE, Phase
-from rlite.plan import Cluster
-from rlite.plan.config import job_from_config
-from rlite.plan.memory import plan_memory
+from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY, REFERENCE
+from tests.integration.ledgers import TRACE, assert_plan_agrees, held
 from tests.integration.runs import logger, metrics, rlite, samples
 
 MIB = 2**20
 BUDGET_GIB, RESERVE_GIB = 0.0625, 0.0078125
 """64 and 8 MiB."""
-TRACE = "--trainer.callbacks+=rlite.callbacks.Trace"
 LENGTH = "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 4, cache_tokens: 4}}]"
 COMMON = (
     "fit", "--config", "configs/grpo_demo_cpu.yaml", "--data.batch_size=4", "--model.batch.group_size=4",
@@ -39,15 +32,6 @@ def callbacks(offload: str, *, kv_bytes: int = 32 * MIB, model_len: int = 32, to
         f"sampling: {{max_tokens: 4}}, logprob_tolerance: {tolerance}}}}}, {{class_path: rlite.callbacks.EP2TPConversion}}, "
         f"{{class_path: rlite.callbacks.MemoryOffload, init_args: {offload}}}]"
     )
-
-
-def held(folder: Path) -> dict[tuple[int, str], dict[str, int]]:
-    """What residents held on the device by (rank, phase), from the trace; the last time each phase was entered."""
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    phases = [(e["pid"], e["name"]) for e in events if e["ph"] == "X" and e["tid"] == 0 and "args" in e]
-    counters = [(e["pid"], e["args"]) for e in events if e["name"] == "residents"]
-    assert [rank for rank, _ in phases] == [rank for rank, _ in counters]
-    return {phase: args for phase, (_, args) in zip(phases, counters, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +62,10 @@ def test_the_kv_cache_takes_what_is_free_less_the_reserve(budgeted: Path) -> Non
     free = (BUDGET_GIB - RESERVE_GIB) * 2**30 - generate[ENGINE]
     assert 0.98 * free <= generate[KV_CACHE] <= free, "whole blocks"
     assert generate[KV_CACHE] > 32 * MIB, "more than was planned at the start"
+
+
+def test_the_plan_sizes_the_kv_cache_by_the_budget_as_the_run_does(budgeted: Path) -> None:
+    assert_plan_agrees(budgeted)
 
 
 def test_the_host_holds_no_more_than_what_was_offloaded(budgeted: Path) -> None:
@@ -113,6 +101,7 @@ def test_overlap_and_rebuilt_weights_change_no_bit_and_spare_the_host_the_weight
         assert spared == pytest.approx(weights, rel=0.01)
         assert after["perf/phase/train/hidden_s"] + after["perf/phase/train/waited_s"] > 0
         assert before["perf/phase/train/hidden_s"] == before["perf/phase/train/waited_s"] == 0
+    assert_plan_agrees(both)
     shards = [sorted((folder / "checkpoints").glob("*.ckpt/sharded/*.distcp")) for folder in (plain, both)]
     assert shards[0] and [p.name for p in shards[0]] == [p.name for p in shards[1]]
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*shards, strict=True))
@@ -141,30 +130,10 @@ LAYOUTS = {"ep2": "{ep: 2}", "tp2": "{tp: 2, etp: 2, ep: 1}", "dp2": "{ep: 1}"}
 @pytest.mark.parametrize("model", ["tiny_dsv3", "tiny_qwen3_moe"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_plan_agrees_with_the_ledger(model: str, layout: str, tmp_path: Path) -> None:
-    """Every resident within 5%, the residents' peak within 10%, on every rank and in every phase."""
     folder = tmp_path / "run"
     overrides = (f"--trainer.strategy.init_args.layout={LAYOUTS[layout]}", f"--model.policy=configs/models/{model}")
     run(folder, *overrides, TRACE, "--model.batch.minibatches=2", "--trainer.enable_checkpointing=false")
-    plan = plan_memory(job_from_config(_config(folder), cluster=Cluster(world_size=2)))
-    measured, rows = held(folder), metrics(folder)
-    for planned in plan.classes:
-        for phase in planned.phases:
-            for rank in planned.ranks:
-                _compare(phase.residents, measured[rank, phase.phase], where=(rank, phase.phase))
-            moved = rows[1][f"perf/phase/{phase.phase}/moved_bytes"]
-            assert moved == pytest.approx(max(c.phase(phase.phase).moved_bytes for c in plan.classes), rel=0.05)
-    for phase in (Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN):
-        peak = max(c.phase(phase).transition_peak_bytes for c in plan.classes)
-        assert rows[1][f"perf/phase/{phase}/device_peak_bytes"] == pytest.approx(peak, rel=0.10)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return yaml.safe_load((folder / "config.yaml").read_text())
-
-
-def _compare(planned: dict[str, int], measured: dict[str, int], *, where: Sequence[object]) -> None:
-    for name, nbytes in measured.items():
-        assert planned.get(name, 0) == pytest.approx(nbytes, rel=0.05), (where, name)
+    assert_plan_agrees(folder)
 
 
 @pytest.mark.slow

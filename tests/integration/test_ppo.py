@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.ledgers import TRACE, assert_plan_agrees
 from tests.integration.runs import logger, metrics, rlite, samples
 
 COMMON = (
@@ -22,7 +23,11 @@ def run(folder: Path, rollouts: int, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("ppo") / "run", 3)
+    return run(tmp_path_factory.mktemp("ppo") / "run", 3, TRACE)
+
+
+def test_the_plan_counts_the_critic_as_the_run_does(ppo: Path) -> None:
+    assert_plan_agrees(ppo)
 
 
 def test_the_critic_values_learns_and_leaves_the_device(ppo: Path) -> None:

@@ -11,7 +11,7 @@ from rlite.layout.megatron import MegatronPlacement
 from rlite.layout.parallel import EngineLayout, ParallelLayout
 from rlite.layout.vllm import VLLMPlacement
 from rlite.megatron.options import MegatronOptions
-from rlite.plan.activations import layer_elements, microbatches_in_flight, working_bytes
+from rlite.plan.activations import layer_elements, microbatches_in_flight, optimizer_step_bytes, working_bytes
 from rlite.plan.generation import engine_position, engine_weight_bytes, kv_bytes_per_token, kv_cache
 from rlite.plan.sizes import parse_size, show_size
 from rlite.plan.training import TrainingModel, flat_numel, stages
@@ -34,11 +34,11 @@ def test_llama_by_hand():
     padded = math.ceil(weights / 128) * 128
     plan = job()
     held = TrainingModel(plan).stage_bytes(stages(plan.architecture, plan.layout)[0])
-    assert (held.policy, held.gradients) == (4 * padded, 4 * padded)
+    assert (held.weights, held.gradients) == (4 * padded, 4 * padded)
     assert held.optimizer == 8 * padded // 2, "two moments, over two data-parallel ranks"
     mixed = replace(plan, train_dtype="bfloat16")
     held = TrainingModel(mixed).stage_bytes(stages(plan.architecture, plan.layout)[0])
-    assert (held.policy, held.gradients, held.optimizer) == (2 * padded, 4 * padded, 12 * padded // 2)
+    assert (held.weights, held.gradients, held.optimizer) == (2 * padded, 4 * padded, 12 * padded // 2)
 
 
 def test_experts_are_sharded_over_their_own_data_parallel_ranks():
@@ -46,7 +46,7 @@ def test_experts_are_sharded_over_their_own_data_parallel_ranks():
     plan = job({**QWEN3, "num_hidden_layers": 1}, world_size=4, layout=ParallelLayout(ep=2))
     held = TrainingModel(plan).stage_bytes(stages(plan.architecture, plan.layout)[0])
     experts = 64 * 3 * 768 * 2048
-    dense = held.policy // 4 - experts
+    dense = held.weights // 4 - experts
     assert held.optimizer == 8 * (dense // 4 + experts // 2)
 
 
@@ -69,7 +69,7 @@ def test_stages_hold_what_the_placement_of_every_rank_says(hf_config, world_size
     for rank in range(world_size):
         tensors = [t for t in placement.local(rank).tensors if not t.name.endswith("expert_bias")]
         weights = sum(math.prod(t.shape) for t in tensors)
-        planned = of_stage[layout.coordinates(rank, world_size).pp].policy // 4
+        planned = of_stage[layout.coordinates(rank, world_size).pp].weights // 4
         slack = 64 * len(tensors) + 2 * layout.vpp * 256
         assert weights <= planned <= weights + slack, rank
 
@@ -124,17 +124,15 @@ def test_activations_by_hand():
     assert layer_elements(plan, moe=False) == kept
     assert plan.microbatch_tokens == 4 * 64, "8 completions on 2 ranks, of the engine's longest length"
     (stage,) = stages(plan.architecture, plan.layout)
-    working = working_bytes(plan, stage, 0, largest_shard=10)
+    working = working_bytes(plan, stage, 0)
     assert working.train_activations == 4 * 256 * (2 * kept + 4 * 64)
     assert working.score_activations == 4 * 256 * (kept + 4 * 64)
     assert working.train_logits == 256 * 100 * 8 + 100 * 64 * 8
-    assert working.optimizer_step == 80
+    assert optimizer_step_bytes(TrainingModel(plan).stage_bytes(stage)) == 2 * 4 * 96 * 64 * 2, "gate and up projection"
     full = replace(plan, megatron=MegatronOptions(recompute="full"))
     repeated = 2 * 64
     assert layer_elements(full, moe=False) == kept - repeated
-    assert working_bytes(full, stage, 0, largest_shard=10).train_activations == 4 * 256 * (
-        2 * 64 + kept - repeated + 4 * 64
-    )
+    assert working_bytes(full, stage, 0).train_activations == 4 * 256 * (2 * 64 + kept - repeated + 4 * 64)
 
 
 def test_sizes_are_read_and_shown():

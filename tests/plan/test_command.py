@@ -138,10 +138,25 @@ def test_reads_what_a_run_would_do():
     assert (plan.engine.tp, plan.prompts_per_step, plan.max_completion_tokens) == (32, 512, 4096)
     config["model"]["init_args"]["batch"] = {"group_size": 8}
     assert not job_from_config(config, cluster=Cluster(world_size=256)).scores_policy, "one update is on-policy"
+    offload = config["trainer"]["callbacks"][2].setdefault("init_args", {})
+    offload |= {"rebuild_weights": True, "overlap": False, "device_budget_gib": 60.0, "reserve_gib": 2.0}
+    plan = job_from_config(config, cluster=Cluster(world_size=256))
+    assert plan.offload.rebuild_weights and not plan.offload.overlap and not plan.on_cpu
+    assert (plan.budget.limit_bytes, plan.budget.reserve_bytes) == (60 * 2**30, 2 * 2**30)
     del config["trainer"]["callbacks"][2]
     assert job_from_config(config, cluster=Cluster(world_size=256)).offload.name == "none"
+    assert job_from_config(config, cluster=Cluster(world_size=256)).budget is None
     config["trainer"]["strategy"] = "colocated_rl"
     assert job_from_config(config, cluster=Cluster(world_size=256)).layout.pp == 1
+
+
+def test_ppo_counts_its_critic(capsys):
+    config = load("ppo_demo_cpu")
+    plan = job_from_config(config, cluster=Cluster(world_size=2))
+    assert plan.has_critic and plan.on_cpu and not plan.needs_reference
+    assert run_plan(config) == 0
+    text = capsys.readouterr().out
+    assert "CRITIC" in text and "critic optimizer (fp32)" in text and "VACANT" in text
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_generation_holds_no_training_state():
 
 def test_phases_that_the_algorithm_skips_are_not_planned():
     phases = _phases(scores_policy=False)
-    assert list(phases) == [Phase.GENERATE, Phase.TRAIN]
+    assert list(phases) == [Phase.VACANT, Phase.GENERATE, Phase.TRAIN]
     held = phases[Phase.TRAIN].residents
     assert phases[Phase.TRAIN].moved_bytes == held[POLICY] + held[OPTIMIZER], "the policy comes back with the rest"
 
@@ -57,6 +57,7 @@ def test_moved_bytes_are_the_copies_between_device_and_host():
 def test_without_offload_everything_stays():
     phases = _phases(offload=OffloadPolicy(name="none"))
     everything = {POLICY, GRADIENTS, OPTIMIZER, ENGINE, KV_CACHE}
+    assert set(phases.pop(Phase.VACANT).residents) == {POLICY, GRADIENTS, OPTIMIZER}, "the engine is being built"
     assert all(set(phase.residents) == everything for phase in phases.values())
     assert all(phase.moved_bytes == 0 for phase in phases.values())
     some = _phases(offload=OffloadPolicy(name="optimizer_only"))

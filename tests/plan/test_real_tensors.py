@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlite.device import DeviceKind
 from rlite.layout.parallel import ParallelLayout
-from rlite.memory.phases import GRADIENTS, OPTIMIZER, POLICY, Phase
+from rlite.memory.phases import CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER, GRADIENTS, OPTIMIZER, POLICY, Phase
 from rlite.memory.residents import FlatBuffers
 from rlite.plan.memory import plan_memory
 from tests.helpers.world import run_world
@@ -50,6 +50,37 @@ def _device_bytes(hf_config: dict, layout: ParallelLayout, dtype: str) -> dict[s
     return {name: FlatBuffers(name, tensors).device_bytes() for name, tensors in residents.items()} | {
         "rank": dist.get_rank()
     }
+
+
+def _critic_bytes(hf_config: dict, layout: ParallelLayout) -> dict[str, int]:
+    from rlite.megatron.buffers import flat_gradients, flat_optimizer_state, flat_parameters
+    from rlite.megatron.critic import build_critic
+    from rlite.megatron.groups import build_process_groups
+    from rlite.megatron.optimizer import build_optimizer, wrap_for_training
+    from rlite.megatron.options import MegatronOptions, OptimizerConfig
+
+    build_process_groups(layout)
+    chunks = build_critic(hf_config, layout, options=MegatronOptions(), params_dtype=torch.bfloat16)
+    chunks = wrap_for_training(chunks)
+    optimizer = build_optimizer(chunks, OptimizerConfig())
+    residents = {
+        CRITIC: flat_parameters(chunks),
+        CRITIC_GRADIENTS: flat_gradients(chunks),
+        CRITIC_OPTIMIZER: flat_optimizer_state(optimizer),
+    }
+    return {name: FlatBuffers(name, tensors).device_bytes() for name, tensors in residents.items()} | {
+        "rank": dist.get_rank()
+    }
+
+
+@pytest.mark.parametrize(("model", "layout"), [("tiny_dsv3", "ep2"), ("tiny_llama", "pp2")])
+def test_the_critic_is_within_5_percent_too(model: str, layout: str) -> None:
+    hf_config = read_config(model) | {"tie_word_embeddings": True}
+    plan = plan_memory(job(hf_config, layout=LAYOUTS[layout], train_dtype="bfloat16", has_critic=True))
+    planned = {rank: c.phase(Phase.CRITIC).residents for c in plan.classes for rank in c.ranks}
+    for measured in run_world(2, _critic_bytes, hf_config, LAYOUTS[layout]):
+        for name in (CRITIC, CRITIC_GRADIENTS, CRITIC_OPTIMIZER):
+            assert planned[measured["rank"]][name] == pytest.approx(measured[name], rel=0.05), (name, measured)
 
 
 CASES = [

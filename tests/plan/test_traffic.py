@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rlite.layout.parallel import ParallelLayout
+from rlite.memory.phases import Phase
 from rlite.plan.memory import plan_memory
 from rlite.plan.throughput import count_devices, generation_seconds, training_seconds
 from rlite.plan.traffic import ReshardPlan, Transition, placements, plan_reshard, transitions
@@ -56,7 +57,7 @@ def test_transitions_take_the_rank_that_moves_most():
     memory = plan_memory(plan)
     generate, logprob, train = transitions(plan, memory)
     assert [t.phase for t in (generate, logprob, train)] == ["generate", "logprob", "train"]
-    assert generate.moved_bytes == max(c.phases[0].moved_bytes for c in memory.classes)
+    assert generate.moved_bytes == max(c.phase(Phase.GENERATE).moved_bytes for c in memory.classes)
     assert generate.seconds == pytest.approx(generate.moved_bytes / 25e9)
 
 

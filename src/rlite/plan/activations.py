@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlite.layout.megatron import padded_vocab
 from rlite.plan.job import PlanJob
 from rlite.plan.sizes import DTYPE_BYTES
-from rlite.plan.training import Stage
+from rlite.plan.training import Stage, TrainingBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,14 @@ class WorkingBytes:
     train_logits: int
     """One chunk of logits with its gradient, and the fp32 gradient of the LM head that the chunks add up."""
     score_logits: int
-    optimizer_step: int
+
+
+def optimizer_step_bytes(held: TrainingBytes) -> int:
     """Two fp32 temporaries of one weight at a time: the denominator of AdamW, and its root."""
+    return 2 * 4 * held.largest_shard
 
 
-def working_bytes(job: PlanJob, stage: Stage, stage_index: int, *, largest_shard: int) -> WorkingBytes:
+def working_bytes(job: PlanJob, stage: Stage, stage_index: int) -> WorkingBytes:
     """Of a rank on pipeline stage number `stage_index`."""
     itemsize, tokens = DTYPE_BYTES[job.train_dtype], job.microbatch_tokens / job.layout.cp
     layer = {"dense": layer_elements(job, moe=False), "moe": 0.0}
@@ -48,7 +51,6 @@ def working_bytes(job: PlanJob, stage: Stage, stage_index: int, *, largest_shard
         score_activations=int(tokens * itemsize * (largest + head)),
         train_logits=_logits_bytes(job, train=True) if head else 0,
         score_logits=_logits_bytes(job, train=False) if head else 0,
-        optimizer_step=2 * 4 * largest_shard,
     )
 
 

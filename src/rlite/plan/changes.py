@@ -1,11 +1,11 @@
 """Changes of a configuration that make a run fit, cheapest first."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlite.memory.phases import OffloadPolicy
 from rlite.plan.generation import kv_bytes_per_token
-from rlite.plan.job import PlanJob
+from rlite.plan.job import GIB, PlanJob
 from rlite.plan.memory import MemoryPlan, plan_memory
 from rlite.rollout.config import VLLMConfig
 
@@ -17,7 +17,7 @@ _LEAST_STAGING_BYTES = 32 * 2**20
 class Change:
     """New values of some settings, and the job that results."""
 
-    settings: dict[str, str | int]
+    settings: dict[str, str | int | float]
     """By config key; callbacks by their class."""
     cost: float
     """About the part of a rollout step that it adds; only its order between changes matters."""
@@ -46,7 +46,14 @@ def changes_that_fit(job: PlanJob, *, most: int = 3) -> list[Change]:
 
 def single_changes(job: PlanJob, memory: MemoryPlan) -> list[Change]:
     """Changes of one setting that are legal, cheapest first; `memory` is the plan of `job`."""
-    changes = [*_offload(job), *_engine(job, memory), *_trainer(job), *_layout(job), *_devices(job)]
+    changes = [
+        *_budget(job, memory),
+        *_offload(job),
+        *_engine(job, memory),
+        *_trainer(job),
+        *_layout(job),
+        *_devices(job),
+    ]
     return sorted(changes, key=lambda change: change.cost)
 
 
@@ -63,7 +70,7 @@ def _together(job: PlanJob, memory: MemoryPlan) -> list[Change]:
 
 def _greedy(job: PlanJob, memory: MemoryPlan, *, barred: frozenset[str]) -> Change | None:
     """Takes, again and again, the cheapest change that brings the run closer to fitting. None when it gets stuck."""
-    settings: dict[str, str | int] = {}
+    settings: dict[str, str | int | float] = {}
     cost = 0.0
     while not memory.fits:
         step = next(_closer(job, memory, barred), None)
@@ -90,7 +97,7 @@ def _planned(job: PlanJob) -> MemoryPlan | None:
         return None
 
 
-def _change(job: PlanJob, key: str, value: str | int, cost: float, **fields: object) -> Iterator[Change]:
+def _change(job: PlanJob, key: str, value: str | int | float, cost: float, **fields: object) -> Iterator[Change]:
     """The change, unless the new layout does not cover the world."""
     try:
         changed = replace(job, **fields)
@@ -99,9 +106,21 @@ def _change(job: PlanJob, key: str, value: str | int, cost: float, **fields: obj
     yield Change(settings={key: value}, cost=cost, job=changed)
 
 
+def _budget(job: PlanJob, memory: MemoryPlan) -> Iterator[Change]:
+    """The run's own limit, raised as far as the device goes: it costs nothing."""
+    missing = max(memory.over_budget_bytes, memory.kv.least_bytes - memory.kv.nbytes)
+    if job.budget is None or job.limit_bytes is None or missing <= 0:
+        return
+    gib = math.ceil((job.limit_bytes + missing) / GIB * 1e4) / 1e4
+    if gib * GIB <= job.cluster.usable_bytes:
+        changed = replace(job.budget, limit_bytes=int(gib * GIB))
+        yield from _change(job, "MemoryOffload.device_budget_gib", gib, 0.0, budget=changed)
+
+
 def _offload(job: PlanJob) -> Iterator[Change]:
     if job.offload.name != "full":
-        yield from _change(job, "MemoryOffload.policy", "full", 0.01, offload=OffloadPolicy(name="full"))
+        full = replace(job.offload, name="full", budget_bytes=0)
+        yield from _change(job, "MemoryOffload.policy", "full", 0.01, offload=full)
     half = job.staging_budget_bytes // 2
     if half >= _LEAST_STAGING_BYTES:
         yield from _change(job, "EP2TPConversion.staging_budget_bytes", half, 0.02, staging_budget_bytes=half)

@@ -10,8 +10,9 @@ from rlite.algorithms.presets import algorithm_config
 from rlite.config import BatchConfig
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.options import MegatronOptions
+from rlite.memory.budget import DeviceBudget
 from rlite.memory.phases import OffloadPolicy
-from rlite.plan.job import Cluster, PlanJob
+from rlite.plan.job import GIB, Cluster, PlanJob
 from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES
 from rlite.rollout.config import TransformersConfig, VLLMConfig
 from rlite.types import SamplingConfig
@@ -32,11 +33,6 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         FileNotFoundError: no `config.json` in `model.policy`.
     """
     trainer, model, data = (_section(config, key) for key in ("trainer", "model", "data"))
-    if _class_name(model).endswith("PPOModule"):
-        raise ValueError(
-            "model.class_path = PPOModule: rlite plan does not count the critic's weights, gradients and optimizer state yet; "
-            "plan the policy alone with rlite.GRPOModule"
-        )
     model_args, data_args = _arguments(model), _arguments(data)
     callbacks = {_class_name(callback): _arguments(callback) for callback in trainer.get("callbacks") or []}
     strategy = _arguments(trainer["strategy"]) if isinstance(trainer.get("strategy"), Mapping) else {}
@@ -46,7 +42,9 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
     sampling = _settings(SamplingConfig, callbacks[rollout].get("sampling"))
     policy_dir = _required(model_args, "policy", key="model.policy")
     batch, algorithm = _settings(BatchConfig, model_args.get("batch")), model_args.get("algorithm")
-    objective = algorithm_config("grpo" if algorithm is None else algorithm)
+    has_critic = _class_name(model) == "PPOModule"
+    default = "ppo" if has_critic else "grpo"
+    objective = algorithm_config(default if algorithm is None else algorithm)
     moves_away = batch.updates_per_rollout > 1 and objective.old_policy == "trainer"
     return PlanJob(
         cluster=cluster,
@@ -61,7 +59,10 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         max_completion_tokens=sampling.max_tokens,
         needs_reference=objective.needs_ref_logprobs,
         scores_policy=moves_away or objective.needs_old_logprobs,
+        has_critic=has_critic,
         offload=_offload_policy(callbacks.get("MemoryOffload")),
+        budget=_budget(callbacks.get("MemoryOffload")),
+        on_cpu=trainer.get("accelerator") == "cpu",
         staging_budget_bytes=callbacks.get("EP2TPConversion", {}).get(
             "staging_budget_bytes", DEFAULT_STAGING_BUDGET_BYTES
         ),
@@ -118,7 +119,20 @@ def _offload_policy(arguments: Config | None) -> OffloadPolicy:
     if arguments is None:
         return OffloadPolicy(name="none")
     return OffloadPolicy(
-        name=arguments.get("policy", "full"), budget_bytes=int((arguments.get("budget_gib") or 0) * 2**30)
+        name=arguments.get("policy", "full"),
+        budget_bytes=int((arguments.get("budget_gib") or 0) * GIB),
+        overlap=arguments.get("overlap", True),
+        rebuild_weights=arguments.get("rebuild_weights", False),
+    )
+
+
+def _budget(arguments: Config | None) -> DeviceBudget | None:
+    if arguments is None:
+        return None
+    limit_gib = arguments.get("device_budget_gib")
+    return DeviceBudget(
+        limit_bytes=None if limit_gib is None else int(limit_gib * GIB),
+        reserve_bytes=int(arguments.get("reserve_gib", 1.0) * GIB),
     )
 
 

@@ -63,10 +63,11 @@ def engine_weight_bytes(job: PlanJob, position: int) -> int:
     return sum(counts[part] * size for part, size in sizes.items())
 
 
-def kv_cache(job: PlanJob) -> KVCache:
-    """What `engine.kv_cache_memory_bytes` holds."""
-    nbytes, per_token = job.engine.kv_cache_memory_bytes, kv_bytes_per_token(job)
-    tokens = nbytes // per_token
+def kv_cache(job: PlanJob, room_bytes: int | None = None) -> KVCache:
+    """What `engine.kv_cache_memory_bytes` holds; with `room_bytes`, a cache that is sized anew and takes all of it."""
+    per_token = kv_bytes_per_token(job)
+    tokens = (job.engine.kv_cache_memory_bytes if room_bytes is None else room_bytes) // per_token
+    nbytes = job.engine.kv_cache_memory_bytes if room_bytes is None else tokens * per_token
     sequences = min(job.engine.max_num_seqs, tokens // job.engine.max_model_len)
     return KVCache(
         nbytes=nbytes,

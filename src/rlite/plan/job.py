@@ -1,7 +1,7 @@
 """`PlanJob`: everything in a run's configuration that decides memory, traffic and time, as plain values."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlite.config import BatchConfig
@@ -9,6 +9,7 @@ from rlite.layout.architecture import Architecture
 from rlite.layout.megatron import pipeline_places
 from rlite.layout.parallel import EngineLayout, ParallelLayout
 from rlite.megatron.options import MegatronOptions
+from rlite.memory.budget import DeviceBudget
 from rlite.memory.phases import OffloadPolicy
 from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES
 from rlite.rollout.config import TransformersConfig, VLLMConfig
@@ -80,8 +81,14 @@ class PlanJob:
     needs_reference: bool = False
     scores_policy: bool = True
     """Whether the trainer scores the completions before the first update, every step."""
+    has_critic: bool = False
+    """PPO: a second model of the policy's layout, with an optimizer of its own."""
     offload: OffloadPolicy = field(default_factory=lambda: OffloadPolicy(name="full"))
     """Of `MemoryOffload`; `none` without that callback."""
+    budget: DeviceBudget | None = None
+    """Of `MemoryOffload`: what residents of a rank may hold together, and the reserve; None without that callback."""
+    on_cpu: bool = False
+    """There the KV cache takes what the budget leaves; elsewhere it keeps the size of the config."""
     staging_budget_bytes: int = DEFAULT_STAGING_BUDGET_BYTES
     throughput: Throughput = field(default_factory=Throughput)
 
@@ -89,6 +96,20 @@ class PlanJob:
         self.layout.validate(self.cluster.world_size)
         self.engine_layout.validate(self.cluster.world_size)
         pipeline_places(self.architecture.num_layers, self.layout)
+        if self.offload.rebuild_weights and self.train_dtype == "float32":
+            raise ValueError(
+                "MemoryOffload.rebuild_weights = true: weights in fp32 have no main weights apart from themselves; set "
+                "trainer.precision to bf16-mixed, or rebuild_weights to false"
+            )
+
+    def with_kv_cache(self, nbytes: int) -> "PlanJob":
+        """The same run with a KV cache of this size on each rank."""
+        return replace(self, engine=replace(self.engine, kv_cache_memory_bytes=max(nbytes, 1)))
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What residents of a rank may hold together (`MemoryOffload.device_budget_gib`)."""
+        return None if self.budget is None else self.budget.limit_bytes
 
     @property
     def architecture(self) -> Architecture:

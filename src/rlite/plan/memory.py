@@ -7,11 +7,13 @@ size. So order, transition peaks and moved bytes are those of a run.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from rlite.device import DeviceKind
+from rlite.memory.budget import DeviceBudget
 from rlite.memory.ledger import Ledger, PhaseEntry
-from rlite.memory.phases import ENGINE, GRADIENTS, KV_CACHE, OPTIMIZER, POLICY, REFERENCE, Phase, PhaseMachine
-from rlite.memory.residents import Contents
-from rlite.plan.activations import WorkingBytes, working_bytes
+from rlite.memory.phases import CRITIC, ENGINE, KV_CACHE, POLICY, Phase, PhaseMachine
+from rlite.plan.activations import WorkingBytes, optimizer_step_bytes, working_bytes
 from rlite.plan.generation import (
     KVCache,
     engine_position,
@@ -21,9 +23,10 @@ from rlite.plan.generation import (
     kv_cache,
 )
 from rlite.plan.job import PlanJob
+from rlite.plan.residents import STAGING, engine_residents, training_residents
+from rlite.plan.sizes import DTYPE_BYTES
 from rlite.plan.training import Stage, TrainingBytes, TrainingModel, stages
 
-STAGING = "staging"
 ACTIVATIONS, LOGITS, ENGINE_WORK = "activations", "logits", "engine_workspace"
 
 
@@ -39,9 +42,13 @@ class PhasePlan:
     transition_peak_bytes: int
     """Most that residents and staging hold together on the way into the phase."""
     step_peak_bytes: int
-    """In TRAIN: residents and what the optimizer step takes, when the activations are gone. Else 0."""
+    """In TRAIN and CRITIC: residents and what the optimizer step takes, when the activations are gone. Else 0."""
     moved_bytes: int
     """Copied between host and device on the way into the phase."""
+    background_bytes: int
+    """The part of them that the first forward and backward pass do not wait for."""
+    gathered_bytes: int
+    """Of weights that are made anew: what this rank gets from those that share its optimizer state."""
     host_bytes: int
 
     @property
@@ -84,6 +91,8 @@ class MemoryPlan:
     usable_bytes: int
     """Of a device."""
     kv: KVCache
+    budget: DeviceBudget | None
+    """Of the run."""
 
     @property
     def peak_bytes(self) -> int:
@@ -95,9 +104,21 @@ class MemoryPlan:
         return self.usable_bytes - self.peak_bytes
 
     @property
+    def over_budget_bytes(self) -> int:
+        """By how much residents exceed the run's own limit, with its reserve in GENERATE."""
+        if self.budget is None or self.budget.limit_bytes is None:
+            return 0
+        phases = [phase for rank_class in self.classes for phase in rank_class.phases]
+        entering = max(phase.transition_peak_bytes for phase in phases)
+        reserve = {Phase.GENERATE: self.budget.reserve_bytes}
+        held = max(sum(phase.residents.values()) + reserve.get(phase.phase, 0) for phase in phases)
+        return max(entering - self.budget.limit_bytes, held - self.budget.limit_bytes, 0)
+
+    @property
     def shortage_bytes(self) -> int:
         """How far the plan is from fitting; 0 when it does."""
-        return max(-self.headroom_bytes, 0) + max(self.kv.least_bytes - self.kv.nbytes, 0)
+        missing = max(-self.headroom_bytes, 0) + max(self.kv.least_bytes - self.kv.nbytes, 0)
+        return missing + self.over_budget_bytes
 
     @property
     def fits(self) -> bool:
@@ -105,36 +126,12 @@ class MemoryPlan:
         return self.shortage_bytes == 0
 
 
-class PlannedResident:
-    """A resident of the phase machine that is only a number of bytes. `contents`: see `FlatBuffers`."""
+class Held(NamedTuple):
+    """What ranks of one stage hold for training."""
 
-    def __init__(self, name: str, nbytes: int, *, contents: Contents = "mutable", on_device: bool = False) -> None:
-        self.name, self.nbytes, self.contents, self._on_device = name, nbytes, contents, on_device
-        self._host_bytes = nbytes if contents == "constant" else 0
-
-    @property
-    def on_device(self) -> bool:
-        return self._on_device
-
-    def onload(self) -> int:
-        moved = 0 if self._on_device or self.contents == "scratch" else self.nbytes
-        self._on_device = True
-        return moved
-
-    def offload(self) -> int:
-        moved = self.nbytes if self._on_device and self.contents == "mutable" else 0
-        self._host_bytes = max(self._host_bytes, moved)
-        self._on_device = False
-        return moved
-
-    def device_bytes(self) -> int:
-        return self.nbytes if self._on_device else 0
-
-    def full_bytes(self) -> int:
-        return self.nbytes
-
-    def host_bytes(self) -> int:
-        return self._host_bytes
+    policy: TrainingBytes
+    critic: TrainingBytes | None
+    working: WorkingBytes
 
 
 def plan_memory(job: PlanJob) -> MemoryPlan:
@@ -143,48 +140,49 @@ def plan_memory(job: PlanJob) -> MemoryPlan:
     Raises:
         ValueError: a layout that does not divide the model.
     """
-    model, all_stages = TrainingModel(job), stages(job.architecture, job.layout)
-    of_stage = []
-    for index, stage in enumerate(all_stages):
-        held = model.stage_bytes(stage)
-        of_stage.append((held, working_bytes(job, stage, index, largest_shard=held.largest_shard)))
-    alike: dict[tuple[TrainingBytes, WorkingBytes, int], list[int]] = defaultdict(list)
+    policy, all_stages = TrainingModel(job), stages(job.architecture, job.layout)
+    critic = TrainingModel(job, critic=True) if job.has_critic else None
+    of_stage = [
+        Held(policy.stage_bytes(stage), critic.stage_bytes(stage) if critic else None, working_bytes(job, stage, index))
+        for index, stage in enumerate(all_stages)
+    ]
+    alike: dict[tuple[Held, int], list[int]] = defaultdict(list)
     for rank in range(job.cluster.world_size):
         stage_index = job.layout.coordinates(rank, job.cluster.world_size).pp
-        alike[*of_stage[stage_index], engine_position(job, rank)].append(rank)
+        alike[of_stage[stage_index], engine_position(job, rank)].append(rank)
     engine_bytes = {position: engine_weight_bytes(job, position) for position in engine_positions(job)}
+    kv = kv_cache(job, _kv_room(job, [(held, engine_bytes[position]) for held, position in alike]))
     classes = []
-    for (held, working, position), ranks in alike.items():
-        phases = _phases(job, _residents(job, held, engine_bytes[position]), working)
+    for (held, position), ranks in alike.items():
         indices = sorted({job.layout.coordinates(rank, job.cluster.world_size).pp for rank in ranks})
         content = _content(all_stages[indices[0]])
         if len(engine_bytes) > 1:
             content += f", engine rank like {position}"
+        phases = _phases(job, held, engine_bytes=engine_bytes[position], kv_bytes=kv.nbytes)
         classes.append(RankClass(content=content, stages=tuple(indices), ranks=tuple(ranks), phases=phases))
     classes.sort(key=lambda rank_class: (-rank_class.peak_bytes, -sum(p.peak_bytes for p in rank_class.phases)))
-    return MemoryPlan(classes=tuple(classes), usable_bytes=job.cluster.usable_bytes, kv=kv_cache(job))
+    return MemoryPlan(classes=tuple(classes), usable_bytes=job.cluster.usable_bytes, kv=kv, budget=job.budget)
 
 
-def _residents(job: PlanJob, held: TrainingBytes, engine_bytes: int) -> list[PlannedResident]:
-    """As a run registers them: training state on the device, engine asleep."""
-    residents = [
-        PlannedResident(POLICY, held.policy, on_device=True),
-        PlannedResident(GRADIENTS, held.gradients, contents="scratch", on_device=True),
-        PlannedResident(OPTIMIZER, held.optimizer, on_device=True),
-        PlannedResident(ENGINE, engine_bytes, contents="scratch"),
-        PlannedResident(KV_CACHE, kv_cache(job).nbytes, contents="scratch"),
-        PlannedResident(STAGING, min(job.staging_budget_bytes, 2 * (held.policy + engine_bytes)), contents="scratch"),
-    ]
-    if job.needs_reference:
-        residents.append(PlannedResident(REFERENCE, held.policy, contents="constant"))
-    return residents
+def _kv_room(job: PlanJob, ranks: Sequence[tuple[Held, int]]) -> int | None:
+    """What a KV cache that is sized anew can have on the rank that has least; None where it keeps its size."""
+    if job.budget is None or job.limit_bytes is None or not job.on_cpu:
+        return None
+    held = 0
+    for training, engine_bytes in ranks:
+        (_, generate, *_) = _phases(job, training, engine_bytes=engine_bytes, kv_bytes=0)
+        held = max(held, sum(generate.residents.values()))
+    return job.budget.free_bytes(DeviceKind.CPU, held_bytes=held)
 
 
-def _phases(job: PlanJob, residents: list[PlannedResident], working: WorkingBytes) -> tuple[PhasePlan, ...]:
-    """The second of two rounds through the phases: the first one starts from IDLE."""
+def _phases(job: PlanJob, held: Held, *, engine_bytes: int, kv_bytes: int) -> tuple[PhasePlan, ...]:
+    """VACANT, and the second of two rounds through the other phases: the first one starts with a new engine."""
     machine = PhaseMachine(Ledger())
     machine.offload_policy = job.offload
-    for resident in residents:
+    for resident in (
+        *training_residents(job, held.policy, held.critic),
+        *engine_residents(job, engine_bytes=engine_bytes, kv_bytes=kv_bytes, policy_bytes=held.policy.weights),
+    ):
         machine.register(resident)
     staging = machine.residents[STAGING]
 
@@ -194,36 +192,60 @@ def _phases(job: PlanJob, residents: list[PlannedResident], working: WorkingByte
         staging.offload()
 
     machine.set_conversion(convert)
+    order = _order(job)
+    for phase in (Phase.VACANT, *order, *order):
+        machine.enter(phase)
+        machine.join()
+    vacant, *entries = machine.ledger.drain()
+    return tuple(_phase(job, entry, held, engine_bytes) for entry in (vacant, *entries[len(order) :]))
+
+
+def _order(job: PlanJob) -> list[Phase]:
+    """The phases of a rollout step."""
     used = {
         Phase.GENERATE: True,
         Phase.REFERENCE: job.needs_reference,
         Phase.LOGPROB: job.scores_policy,
+        Phase.CRITIC: job.has_critic,
         Phase.TRAIN: True,
     }
-    order = [phase for phase, is_used in used.items() if is_used]
-    for phase in order * 2:
-        machine.enter(phase)
-    return tuple(_phase(job, entry, working) for entry in machine.ledger.drain()[len(order) :])
+    return [phase for phase, is_used in used.items() if is_used]
 
 
-def _phase(job: PlanJob, entry: PhaseEntry, working: WorkingBytes) -> PhasePlan:
+def _phase(job: PlanJob, entry: PhaseEntry, held: Held, engine_bytes: int) -> PhasePlan:
     phase = Phase(entry.phase)
     residents = {name: nbytes for name, nbytes in entry.device_bytes.items() if nbytes}
-    if phase is Phase.GENERATE:
-        work = {ENGINE_WORK: engine_working_bytes(job)}
-    elif phase is Phase.TRAIN:
-        work = {ACTIVATIONS: working.train_activations, LOGITS: working.train_logits}
-    else:
-        work = {ACTIVATIONS: working.score_activations, LOGITS: working.score_logits}
+    stepping = {Phase.TRAIN: held.policy, Phase.CRITIC: held.critic}.get(phase)
+    step = sum(residents.values()) + optimizer_step_bytes(stepping) if stepping is not None else 0
+    returned = {move.resident for move in entry.moves if move.direction == "onload"}
+    models = {POLICY: held.policy, CRITIC: held.critic}
+    gathered = [model for name, model in models.items() if model and name in returned and job.offload.rebuild_weights]
     return PhasePlan(
         phase=phase,
         residents=residents,
-        working={name: nbytes for name, nbytes in work.items() if nbytes},
+        working={name: nbytes for name, nbytes in _working(job, phase, held.working, engine_bytes).items() if nbytes},
         transition_peak_bytes=entry.transition_peak_bytes,
-        step_peak_bytes=sum(residents.values()) + working.optimizer_step if phase is Phase.TRAIN else 0,
+        step_peak_bytes=step,
         moved_bytes=entry.moved_bytes,
+        background_bytes=entry.background_bytes,
+        gathered_bytes=sum(model.weights - DTYPE_BYTES[job.train_dtype] * model.owned for model in gathered),
         host_bytes=sum(entry.host_bytes.values()),
     )
+
+
+def _working(job: PlanJob, phase: Phase, working: WorkingBytes, engine_bytes: int) -> dict[str, int]:
+    """What computing takes on top of residents; in VACANT the engine that is being built, which is none yet."""
+    reserve = job.budget.reserve_bytes if job.budget is not None and not job.on_cpu else 0
+    engine_work = {ENGINE_WORK: max(engine_working_bytes(job), reserve)}
+    if phase is Phase.VACANT:
+        return engine_work | {ENGINE: engine_bytes, KV_CACHE: job.engine.kv_cache_memory_bytes}
+    if phase is Phase.GENERATE:
+        return engine_work
+    if phase is Phase.CRITIC:
+        return {ACTIVATIONS: working.train_activations}
+    if phase is Phase.TRAIN:
+        return {ACTIVATIONS: working.train_activations, LOGITS: working.train_logits}
+    return {ACTIVATIONS: working.score_activations, LOGITS: working.score_logits}
 
 
 def _content(stage: Stage) -> str:

@@ -18,6 +18,9 @@ _LABELS = {
     "gradients": "gradients (fp32)",
     "optimizer_state": "optimizer state (fp32)",
     "reference_weights": "reference weights",
+    "critic_weights": "critic weights",
+    "critic_gradients": "critic gradients (fp32)",
+    "critic_optimizer_state": "critic optimizer (fp32)",
     "engine_weights": "engine weights",
     "kv_cache": "KV cache",
     "activations": "activations",
@@ -48,7 +51,7 @@ def make_plan(job: PlanJob) -> Plan:
         memory=memory,
         reshard=reshard,
         transitions=moves,
-        devices=count_devices(job, reshard, moves),
+        devices=count_devices(job.with_kv_cache(memory.kv.nbytes), reshard, moves),
         changes=() if memory.fits else tuple(changes_that_fit(job)),
     )
 
@@ -60,6 +63,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": memory.fits,
         "headroom_bytes": memory.headroom_bytes,
         "cluster": asdict(job.cluster) | {"usable_bytes": job.cluster.usable_bytes},
+        "limit_bytes": job.limit_bytes,
         "layout": asdict(job.layout) | {"dp": job.dp, "edp": job.layout.edp(job.cluster.world_size)},
         "engine": asdict(job.engine),
         "kv_cache": asdict(memory.kv),
@@ -102,10 +106,16 @@ def _heading(job: PlanJob) -> str:
             f"{job.num_microbatches} micro-batches of {job.microbatch_tokens} tokens an update",
             f"  generation  {engine}, {job.prompts_per_step} prompts x {job.batch.group_size}, "
             f"rows of at most {job.row_tokens} tokens",
-            f"  offload     {job.offload.name}; {cluster.reserved_fraction:.0%} of a device is left to runtime and "
+            f"  offload     {_offload(job)}; {cluster.reserved_fraction:.0%} of a device is left to runtime and "
             f"communication: {show_size(cluster.usable_bytes)} usable",
         ]
     )
+
+
+def _offload(job: PlanJob) -> str:
+    rebuilt = ", weights made of fp32 main weights" if job.offload.rebuild_weights else ""
+    limit = "" if job.limit_bytes is None else f", residents within {show_size(job.limit_bytes)} (device_budget_gib)"
+    return f"{job.offload.name}{rebuilt}{limit}"
 
 
 def _residents(plan: Plan) -> str:
@@ -165,9 +175,17 @@ def _reshard(plan: Plan) -> str:
 
 
 def _moves(plan: Plan) -> str:
-    rows = [[f"-> {t.phase.upper()}", _bytes(t.moved_bytes), show_seconds(t.seconds)] for t in plan.transitions]
+    rows = [
+        [
+            f"-> {t.phase.upper()}",
+            _bytes(t.moved_bytes),
+            show_seconds(t.seconds),
+            show_seconds(t.background_s) if t.background_s else "-",
+        ]
+        for t in plan.transitions
+    ]
     title = f"Between device and host, at {plan.job.cluster.host_gb_per_s:g} GB/s (the rank that moves most)"
-    return title + "\n" + table(["", "moved", "time"], rows)
+    return title + "\n" + table(["", "moved", "time", "in the background"], rows)
 
 
 def _devices(plan: Plan) -> str:
@@ -194,6 +212,10 @@ def _verdict(plan: Plan) -> str:
     lines = []
     if memory.headroom_bytes < 0:
         lines.append(f"DOES NOT FIT: {show_size(-memory.headroom_bytes)} missing on the fullest rank")
+    if memory.over_budget_bytes:
+        lines.append(
+            f"DOES NOT FIT: residents exceed MemoryOffload.device_budget_gib by {show_size(memory.over_budget_bytes)}"
+        )
     if not memory.kv.sequences:
         lines.append(
             f"DOES NOT FIT: the KV cache cannot hold one sequence of {plan.job.engine.max_model_len} tokens "

@@ -21,7 +21,7 @@ class DeviceCount:
     train_s: float
     """Scoring and optimizer steps."""
     switch_s: float
-    """Weight conversion, and state to the host and back."""
+    """Weight conversion, and state to the host and back, less what is copied behind an update."""
     colocated: int
     separated: int
     """Two clusters that take turns on the same data (on-policy) and finish a step in the same time."""
@@ -39,7 +39,8 @@ def count_devices(job: PlanJob, reshard: ReshardPlan, moves: tuple[Transition, .
     """Clusters are rounded up to whole copies of their layout, so that the model fits each of them."""
     world_size = job.cluster.world_size
     generate_s, train_s = generation_seconds(job), training_seconds(job)
-    switch_s = reshard.seconds + sum(move.seconds for move in moves)
+    hidden_s = sum(min(move.background_s, update_seconds(job)) for move in moves)
+    switch_s = reshard.seconds + sum(move.seconds for move in moves) - hidden_s
     step_s = generate_s + train_s + switch_s
     # Separated and on-policy: minimise g + t subject to generate_s W/g + train_s W/t = step_s.
     root = math.sqrt(generate_s) + math.sqrt(train_s)
@@ -83,15 +84,33 @@ def generation_seconds(job: PlanJob) -> float:
 
 
 def training_seconds(job: PlanJob) -> float:
-    """Scoring passes, then forward and backward over the rows of a step, with recomputation and pipeline bubbles."""
-    speed, batch = job.throughput, job.batch
-    rows = job.prompts_per_step * batch.group_size
+    """Scoring passes, then forward and backward over the rows of a step, with recomputation and pipeline bubbles.
+
+    A critic scores and learns as often as the policy.
+    """
+    passes = job.scores_policy + job.needs_reference + job.batch.epochs * _passes_of_update(job)
+    if job.has_critic:
+        passes += 1 + job.batch.epochs * _passes_of_update(job)
+    return passes * _pass_seconds(job)
+
+
+def update_seconds(job: PlanJob) -> float:
+    """Forward and backward of one update."""
+    return _passes_of_update(job) * _pass_seconds(job) / job.batch.minibatches
+
+
+def _passes_of_update(job: PlanJob) -> float:
+    """In forward passes."""
+    return 4.0 if job.megatron.recompute == "full" else 3.0
+
+
+def _pass_seconds(job: PlanJob) -> float:
+    """Forward over all rows of a rollout step."""
+    speed, rows = job.throughput, job.prompts_per_step * job.batch.group_size
     forward = rows * forward_flops(ModelShape.from_hf(job.hf_config), [job.row_tokens])
-    backward_and_forward = 4.0 if job.megatron.recompute == "full" else 3.0
-    passes = job.scores_policy + job.needs_reference + batch.epochs * backward_and_forward
     bubble = (job.layout.pp - 1) / (job.layout.vpp * job.num_microbatches)
     flops_per_s = job.cluster.world_size * speed.peak_tflops * 1e12 * speed.train_mfu
-    return passes * forward * (1.0 + bubble) / flops_per_s
+    return forward * (1.0 + bubble) / flops_per_s
 
 
 def _training_unit(job: PlanJob) -> int:

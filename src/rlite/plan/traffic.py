@@ -13,6 +13,7 @@ from rlite.layout.hf import hf_boxes
 from rlite.layout.megatron import MegatronPlacement
 from rlite.layout.placement import ExplicitPlacement, Placement, Sharding
 from rlite.layout.vllm import VLLMPlacement
+from rlite.memory.phases import Phase
 from rlite.plan.job import PlanJob
 from rlite.plan.memory import MemoryPlan
 from rlite.plan.sizes import DTYPE_BYTES
@@ -45,6 +46,9 @@ class Transition:
     phase: str
     moved_bytes: int
     seconds: float
+    """Of these copies and, where weights are made anew, of gathering them."""
+    background_s: float = 0.0
+    """The part that the first forward and backward pass do not wait for."""
 
 
 def placements(job: PlanJob) -> tuple[Placement, Placement]:
@@ -92,12 +96,20 @@ def plan_reshard(job: PlanJob) -> ReshardPlan:
 
 
 def transitions(job: PlanJob, memory: MemoryPlan) -> tuple[Transition, ...]:
-    """Device-to-host and host-to-device copies of one rollout step."""
-    plans = []
-    for index, phase in enumerate(memory.classes[0].phases):
-        moved = max(rank_class.phases[index].moved_bytes for rank_class in memory.classes)
-        seconds = moved / (job.cluster.host_gb_per_s * 1e9)
-        plans.append(Transition(phase=str(phase.phase), moved_bytes=moved, seconds=seconds))
+    """Device-to-host and host-to-device copies of one rollout step. VACANT is entered once in a run."""
+    cluster, plans = job.cluster, []
+    host = cluster.host_gb_per_s * 1e9
+    link = 1e9 * (cluster.link_gb_per_s if cluster.world_size > cluster.node_size else cluster.node_link_gb_per_s)
+    for phase in memory.classes[0].phases:
+        if phase.phase is Phase.VACANT:
+            continue
+        ranks = [rank_class.phase(phase.phase) for rank_class in memory.classes]
+        moved, background = max(r.moved_bytes for r in ranks), max(r.background_bytes for r in ranks)
+        seconds = moved / host + max(r.gathered_bytes for r in ranks) / link
+        transition = Transition(
+            phase=str(phase.phase), moved_bytes=moved, seconds=seconds, background_s=background / host
+        )
+        plans.append(transition)
     return tuple(plans)
 
 

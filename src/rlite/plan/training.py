@@ -24,6 +24,9 @@ _BUCKET_ALIGNMENT = 128
 """A bucket's length is a multiple of this and of the number of ranks that share its optimizer state."""
 
 
+_LM_HEAD = "output_layer"
+
+
 class Chunk(NamedTuple):
     """What one model chunk is made of."""
 
@@ -41,12 +44,14 @@ Stage = tuple[Chunk, ...]
 class TrainingBytes:
     """Of one rank."""
 
-    policy: int
-    """Weights in compute dtype."""
+    weights: int
+    """In compute dtype."""
     gradients: int
     """fp32, one for each weight of this rank."""
     optimizer: int
     """Two fp32 moments, and fp32 main weights when the weights are bf16; this rank's share, padding included."""
+    owned: int
+    """Elements in that share."""
     largest_shard: int
     """Elements of the largest piece of one weight whose optimizer state this rank can hold."""
 
@@ -78,13 +83,22 @@ def stages(arch: Architecture, layout: ParallelLayout) -> list[Stage]:
 
 
 class TrainingModel:
-    """Parameters of one dense layer, one MoE layer, embedding and head, on one rank of a layout."""
+    """Parameters of one dense layer, one MoE layer, embedding and head, on one rank of a layout.
 
-    def __init__(self, job: PlanJob) -> None:
+    Args:
+        job: the run.
+        critic: of PPO's critic in the place of the policy: a value for each position where that has an LM head.
+    """
+
+    def __init__(self, job: PlanJob, *, critic: bool = False) -> None:
         self.job, layout = job, job.layout
-        self._shares_embedding = job.architecture.tied_embeddings and layout.pp > 1
+        arch = replace(job.architecture, tied_embeddings=False) if critic else job.architecture
+        self._shares_embedding = arch.tied_embeddings and layout.pp > 1
         one_stage = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
-        self._parts = _parts(job.architecture, one_stage, job.cluster.world_size // layout.pp)
+        self._parts = _parts(arch, one_stage, job.cluster.world_size // layout.pp)
+        if critic:
+            head = [t._replace(shape=(1, arch.hidden_size)) if _LM_HEAD in t.name else t for t in self._parts["head"]]
+            self._parts = self._parts | {"head": head}
 
     def stage_bytes(self, stage: Stage) -> TrainingBytes:
         """Of every rank of `stage`."""
@@ -98,9 +112,10 @@ class TrainingModel:
         owned = sum(sizes) // dense_ranks + sum(expert_sizes) // expert_ranks
         copies = 2 + (self.job.train_dtype != "float32")
         return TrainingBytes(
-            policy=elements * DTYPE_BYTES[self.job.train_dtype],
+            weights=elements * DTYPE_BYTES[self.job.train_dtype],
             gradients=4 * elements,
             optimizer=4 * copies * owned,
+            owned=owned,
             largest_shard=min(owned, max(max(bucket) for buffer in dense + experts for bucket in buffer)),
         )
 
