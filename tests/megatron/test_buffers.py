@@ -9,6 +9,7 @@ from torch import Tensor
 from rlite.layout.parallel import ParallelLayout
 from rlite.megatron.buffers import flat_gradients, flat_optimizer_state, flat_parameters
 from rlite.megatron.model import named_local_tensors
+from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from tests.helpers.world import run_world
 from tests.megatron.tiny import CONFIGS, Policy, bring_up, make_rows, shard_rows, toy_loss
 
@@ -87,3 +88,27 @@ def test_everything_is_listed(dtype: torch.dtype, copies: int) -> None:
     num_weights, parameters, gradients, optimizer = run_world(1, _sizes, dtype)[0]
     assert num_weights <= parameters == gradients <= 1.1 * num_weights
     assert optimizer == copies * num_weights
+
+
+def _after_a_step() -> tuple[set, set, bool]:
+    """dtypes of gradient buffers and optimizer state, and whether the step left copies of gradients behind."""
+    options = MegatronOptions(grad_reduce_in_fp32=False)
+    policy = bring_up(CONFIGS["llama"], ParallelLayout(), options=options, dtype=torch.bfloat16)
+    policy.runner.update(make_rows(2), lambda i, s: toy_loss(i, 30, s))
+    optimizer = policy.runner.optimizer
+    mains = [p for part in optimizer.parts for group in part.optimizer.param_groups for p in group["params"]]
+    dtypes = [{t.dtype for t in flats} for flats in (flat_gradients(policy.chunks), flat_optimizer_state(optimizer))]
+    return *dtypes, any(parameter.grad is not None for parameter in mains)
+
+
+def test_gradients_in_bf16_leave_no_fp32_copies_behind() -> None:
+    assert run_world(1, _after_a_step) == [({torch.bfloat16}, {torch.float32}, False)]
+
+
+def test_moments_in_bf16_need_transformer_engine() -> None:
+    def build() -> str:
+        with pytest.raises(ValueError, match="exp_avg_sq_dtype = bfloat16 need Transformer Engine"):
+            bring_up(CONFIGS["llama"], ParallelLayout(), optimizer=OptimizerConfig(exp_avg_sq_dtype="bfloat16"))
+        return "refused"
+
+    assert run_world(1, build) == ["refused"]

@@ -20,8 +20,12 @@ from tests.megatron.tiny import CONFIGS, bring_up, make_rows, shard_rows
 EP2 = ParallelLayout(ep=2)
 
 
-def _learn(dtype: torch.dtype) -> tuple[float, float, list[float]]:
-    policy = bring_up(CONFIGS["deepseek_v3"], EP2, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2), dtype=dtype)
+def _learn(dtype: torch.dtype, grad_reduce_in_fp32: bool) -> tuple[float, float, list[float]]:
+    optimizer, options = (
+        OptimizerConfig(lr=1e-2, warmup_steps=2),
+        MegatronOptions(grad_reduce_in_fp32=grad_reduce_in_fp32),
+    )
+    policy = bring_up(CONFIGS["deepseek_v3"], EP2, options=options, optimizer=optimizer, dtype=dtype)
     scheduler = LrScheduler(policy.runner.optimizer)
     rows = make_rows(6)
     total = sum(row.num_loss_tokens for row in rows)
@@ -39,9 +43,11 @@ def _learn(dtype: torch.dtype) -> tuple[float, float, list[float]]:
     return losses[0], losses[-1], rates[:3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_policy_learns_its_rows(dtype: torch.dtype) -> None:
-    first, last, rates = run_world(2, _learn, dtype)[0]
+@pytest.mark.parametrize(
+    ("dtype", "grad_reduce_in_fp32"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
+)
+def test_the_policy_learns_its_rows(dtype: torch.dtype, grad_reduce_in_fp32: bool) -> None:
+    first, last, rates = run_world(2, _learn, dtype, grad_reduce_in_fp32)[0]
     assert 4 < first < 7, "a random model is about log(97) = 4.6 off"
     assert last < 0.5
     assert rates == pytest.approx([5e-3, 1e-2, 1e-2])

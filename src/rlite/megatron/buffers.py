@@ -24,12 +24,12 @@ def flat_parameters(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 def flat_gradients(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """One fp32 tensor for each gradient buffer. Contents matter only between backward and optimizer step."""
+    """One tensor for each gradient buffer. Contents matter only between backward and optimizer step."""
     return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
 
 
 def flat_optimizer_state(optimizer: McoreOptimizer) -> list[Tensor]:
-    """fp32 moments, and fp32 main weights when the weights are bf16: one tensor of each kind for each sub-optimizer.
+    """Moments, and fp32 main weights when the weights are bf16: one tensor of each kind for each sub-optimizer.
 
     Moves the state into these tensors where it is not there yet, so call it again after a checkpoint was loaded. For
     fp32 weights the main weights are views of `flat_parameters`.
@@ -119,6 +119,8 @@ def _main_weight_shards(part: MegatronOptimizer) -> list[tuple[Tensor, Tensor]]:
 def create_state(optimizer: McoreOptimizer) -> None:
     """Zero moments before the first step: torch's AdamW creates them lazily, checkpoints and offload need them now."""
     for part in optimizer.parts:
+        if optimizer.config.is_precision_aware:
+            part.init_state_fn(part.optimizer, part.config)
         for group in part.optimizer.param_groups:
             for parameter in group["params"]:
                 state = part.optimizer.state[parameter]

@@ -11,6 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from rlite.megatron.bootstrap import capabilities
 from rlite.megatron.options import OptimizerConfig
 
 
@@ -47,7 +48,11 @@ def wrap_for_training(chunks: Sequence[torch.nn.Module], *, grad_reduce_in_fp32:
 
 
 def build_optimizer(chunks: Sequence[torch.nn.Module], config: OptimizerConfig) -> "McoreOptimizer":
-    """AdamW over wrapped chunks, its state sharded over data-parallel ranks (ZeRO-1), fp32 main weights for bf16."""
+    """AdamW over wrapped chunks, its state sharded over data-parallel ranks (ZeRO-1), fp32 main weights for bf16.
+
+    Raises:
+        ValueError: moments in less than fp32 without Transformer Engine.
+    """
     model = chunks[0].config
     mcore_config = McoreOptimizerConfig(
         optimizer="adam",
@@ -61,8 +66,28 @@ def build_optimizer(chunks: Sequence[torch.nn.Module], config: OptimizerConfig) 
         bf16=model.params_dtype is torch.bfloat16,
         params_dtype=model.params_dtype,
         use_distributed_optimizer=True,
+        **_moment_settings(config),
     )
     return McoreOptimizer(get_megatron_optimizer(mcore_config, list(chunks), use_gloo_process_groups=False), config)
+
+
+def _moment_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Megatron's precision-aware optimizer, for moments in less than fp32. Never run: it needs CUDA."""
+    if not config.is_precision_aware:
+        return {}
+    if not capabilities().transformer_engine:
+        raise ValueError(
+            f"model.optimizer: exp_avg_dtype = {config.exp_avg_dtype}, exp_avg_sq_dtype = {config.exp_avg_sq_dtype} need "
+            "Transformer Engine's FusedAdam (CUDA), which is not here; set both to float32"
+        )
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": getattr(torch, config.exp_avg_dtype),
+        "exp_avg_sq_dtype": getattr(torch, config.exp_avg_sq_dtype),
+        # Only tells who keeps the fp32 main weights: with the default FusedAdam would, out of reach of offload and
+        # checkpoints. Nothing is in fp8.
+        "fp8_recipe": "tensorwise",
+    }
 
 
 class McoreOptimizer(torch.optim.Optimizer):

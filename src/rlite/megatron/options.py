@@ -70,6 +70,10 @@ class OptimizerConfig:
     min_lr: float = 0.0
     total_steps: int | None = None
     """Optimizer steps over which `linear` and `cosine` fall; by default those of the whole run."""
+    exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the first moment. Anything but float32 needs Transformer Engine's FusedAdam."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the second moment; likewise."""
 
     def __post_init__(self) -> None:
         for key in ("lr", "eps", "weight_decay", "clip_grad", "warmup_steps", "min_lr"):
@@ -77,6 +81,11 @@ class OptimizerConfig:
                 raise ValueError(f"model.optimizer.{key} = {getattr(self, key)}: must not be negative")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"model.optimizer.betas = {self.betas}: each must be in [0, 1)")
+
+    @property
+    def is_precision_aware(self) -> bool:
+        """Whether a moment is in less than fp32."""
+        return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("float32", "float32")
 
     def with_total_steps(self, total_steps: int) -> "OptimizerConfig":
         """This config with `total_steps` filled in where it was left open.
