@@ -34,6 +34,24 @@ def build_process_groups(layout: ParallelLayout, *, seed: int = 0) -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def check_process_groups(layout: ParallelLayout) -> None:
+    """Raises ValueError when the groups of this process are those of another layout."""
+    built = {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    wanted = {axis: getattr(layout, axis) for axis in built}
+    if wanted != built:
+        raise ValueError(
+            f"trainer.strategy.layout = {wanted}: Megatron's process groups of this process are those of {built}, of an "
+            "earlier Trainer; start a new process for another layout"
+        )
+
+
 def exchange_objects(outgoing: Sequence[Any], device: torch.device) -> list[Any]:
     """Gives `outgoing[r]` to rank r of this rank's data-parallel group; returns what each of them gave. Collective.
 

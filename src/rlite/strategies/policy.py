@@ -70,16 +70,21 @@ class PolicyState:
 
     @staticmethod
     def build_groups(layout: ParallelLayout, device: torch.device, *, seed: int) -> str | None:
-        """Bootstraps Megatron-core and creates its groups; one line about what was found, None when they exist already."""
+        """Bootstraps Megatron-core and creates its groups; one line about what was found, None when they exist already.
+
+        Raises:
+            ValueError: those that exist are of another layout.
+        """
         from rlite.megatron.bootstrap import bootstrap
 
         found = bootstrap(devices.DeviceKind(device.type))
         from megatron.core import parallel_state
 
-        if parallel_state.model_parallel_is_initialized():
-            return None
-        from rlite.megatron.groups import build_process_groups
+        from rlite.megatron.groups import build_process_groups, check_process_groups
 
+        if parallel_state.model_parallel_is_initialized():
+            check_process_groups(layout)
+            return None
         build_process_groups(layout, seed=seed)
         return str(found)
 
