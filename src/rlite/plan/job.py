@@ -8,7 +8,7 @@ from rlite.config import BatchConfig
 from rlite.layout.architecture import Architecture
 from rlite.layout.megatron import pipeline_places
 from rlite.layout.parallel import EngineLayout, ParallelLayout
-from rlite.megatron.options import MegatronOptions
+from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory.budget import DeviceBudget
 from rlite.memory.phases import OffloadPolicy
 from rlite.reshard.plan import DEFAULT_STAGING_BUDGET_BYTES
@@ -72,6 +72,8 @@ class PlanJob:
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     train_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic_optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     engine: VLLMConfig | TransformersConfig = field(default_factory=VLLMConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     prompts_per_step: int = 1
@@ -136,11 +138,12 @@ class PlanJob:
 
     @property
     def microbatch_tokens(self) -> int:
-        """Tokens of one micro-batch of longest rows; a row longer than the budget travels alone."""
-        rows = min(self.rows_per_update, max(1, self.megatron.max_tokens_per_microbatch // self.row_tokens))
-        return rows * self.row_tokens
+        """Most tokens of one micro-batch: rows of any length are packed up to the budget; a longer row travels alone."""
+        budget = max(self.megatron.max_tokens_per_microbatch, self.row_tokens)
+        return min(budget, self.rows_per_update * self.row_tokens)
 
     @property
     def num_microbatches(self) -> int:
         """Of one optimizer step, with rows of the longest length."""
-        return -(-self.rows_per_update * self.row_tokens // self.microbatch_tokens)
+        rows_together = max(1, self.megatron.max_tokens_per_microbatch // self.row_tokens)
+        return -(-self.rows_per_update // rows_together)
