@@ -25,12 +25,21 @@ class StorageSleeper:
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
 
     def free(self, tensors: Iterable[Tensor]) -> None:
-        self._asleep = [(storage, storage.nbytes()) for storage in _distinct(tensors)]
+        """What is free already keeps the size that it will have again."""
+        self._asleep += [(storage, storage.nbytes()) for storage in _distinct(tensors) if storage.nbytes()]
+        self._free()
+
+    def restore(self) -> None:
+        """All storages or, when there is no memory for one of them, none: then it can be tried again."""
+        try:
+            for storage, size_bytes in self._asleep:
+                storage.resize_(size_bytes)
+        except BaseException:
+            self._free()
+            raise
+        self._asleep = []
+
+    def _free(self) -> None:
         for storage, _ in self._asleep:
             storage.resize_(0)
         return_free_memory()
-
-    def restore(self) -> None:
-        for storage, size_bytes in self._asleep:
-            storage.resize_(size_bytes)
-        self._asleep = []

@@ -65,24 +65,33 @@ class CPUEngineMemory:
 
     def wake_kv_cache(self, budget_bytes: int | None) -> None:
         """Plans the number of blocks for `budget_bytes` and builds cache and scheduler for it, as `EngineCore` does."""
-        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
         config = self._core.vllm_config
         planned_bytes = config.cache_config.kv_cache_memory_bytes
         if budget_bytes is not None:
             config.cache_config.kv_cache_memory_bytes = budget_bytes
         try:
-            kv_cache_config = self._core._initialize_kv_caches(config)
-        except Exception as error:
+            self._build_scheduler(self._build_kv_cache())
+        except BaseException:
             config.cache_config.kv_cache_memory_bytes = planned_bytes
             self._release_kv_cache()
-            if not isinstance(error, ValueError):
-                raise
+            raise
+
+    def _build_kv_cache(self) -> Any:
+        """What vLLM planned and allocated; ValueError when the longest sequence does not fit."""
+        config = self._core.vllm_config
+        try:
+            return self._core._initialize_kv_caches(config)
+        except ValueError as error:
             raise ValueError(
-                f"rollout: a KV cache of {budget_bytes or planned_bytes} bytes cannot serve max_model_len = "
+                f"rollout: a KV cache of {config.cache_config.kv_cache_memory_bytes} bytes cannot serve max_model_len = "
                 f"{config.model_config.max_model_len}. Free more memory before generation or lower max_model_len. "
                 f"vLLM says: {error}"
             ) from error
+
+    def _build_scheduler(self, kv_cache_config: Any) -> None:
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        config = self._core.vllm_config
         block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
         scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
