@@ -1,6 +1,7 @@
 """Things that go wrong in the second rollout step of a run, named in a config by their dotted paths."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ class Signal(Callback):
         if self._step == self.step and self.where == where and trainer.global_rank == self.rank:
             assert trainer.strategy.phases.phase == phase
             os.kill(os.getpid(), self.signum)
+
+
+class FullDisk(Callback):
+    """From rollout step `step` on, rank `rank` cannot write files of more than `limit_bytes`."""
+
+    def __init__(self, rank: int, step: int, limit_bytes: int) -> None:
+        self.rank, self.step, self.limit_bytes = rank, step, limit_bytes
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.step:
+            trainer.strategy.saver.finish()  # the save before is not to fail
+        if batch_idx == self.step and trainer.global_rank == self.rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit_bytes, self.limit_bytes))
 
 
 def raising(completions: list[str]) -> list[float]:

@@ -97,6 +97,24 @@ def test_a_killed_run_goes_on_from_its_last_whole_checkpoint(
     assert not list((folder / "checkpoints").glob(".*")), "what the killed save left is gone"
 
 
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_full_disk_ends_the_run_with_the_path_and_the_checkpoint_before_goes_on(
+    asynchronous: str, tmp_path: Path
+) -> None:
+    sft = ("fit", "--config", "configs/sft_demo_cpu.yaml", "--trainer.limit_train_batches=4", logger(tmp_path / "run"))
+    saving = f"{{every_n_rollouts: 1, save_top_k: 2, asynchronous: {asynchronous}}}"
+    saves = f"--trainer.callbacks+={{class_path: rlite.callbacks.RolloutCheckpoint, init_args: {saving}}}"
+    full = "{class_path: tests.integration.faults.FullDisk, init_args: {rank: 1, step: 1, limit_bytes: 20000}}"
+    message = rf"checkpoint {tmp_path}/run/checkpoints/rollout-1.ckpt was not written. Rank 1: .*File too large"
+    with pytest.raises(AssertionError, match=message):
+        rlite(*sft, saves, f"--trainer.callbacks+={full}")
+    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert left == ["last.ckpt", "rollout-0.ckpt"]
+    if asynchronous == "true":
+        rlite(*sft, saves, "--ckpt_path=last")
+        assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
