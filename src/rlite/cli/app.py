@@ -117,7 +117,7 @@ class RLiteCLI(LightningCLI):
         found = logger.last_checkpoint()
         if found is None:
             raise FileNotFoundError(
-                f"--ckpt_path last: no run under {logger.root_dir} has a complete checkpoints/last.ckpt"
+                f"--ckpt_path last: no run under {logger.root_dir} has a complete checkpoint; leave it out to start anew"
             )
         config.ckpt_path = str(found)
         if self.subcommand == "fit" and ours[0].init_args.get("version") is None:
