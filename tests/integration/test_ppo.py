@@ -49,7 +49,9 @@ def test_advantages_are_whitened_over_the_step(ppo: Path) -> None:
 
 
 def test_a_resumed_run_continues_policy_and_critic(ppo: Path, tmp_path: Path) -> None:
-    first = run(tmp_path / "first", 2)
+    saving = "{every_n_rollouts: 1, asynchronous: true}"
+    saves = f"--trainer.callbacks+={{class_path: rlite.callbacks.RolloutCheckpoint, init_args: {saving}}}"
+    first = run(tmp_path / "first", 2, saves)
     second = run(tmp_path / "second", 3, f"--ckpt_path={first / 'checkpoints' / 'last.ckpt'}")
     assert samples(first) + samples(second) == samples(ppo)
     for key in ("critic/value_mean", "critic/loss", "critic/grad_norm", "loss", "grad_norm"):
