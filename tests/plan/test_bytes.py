@@ -10,8 +10,14 @@ from rlite.layout.architecture import Architecture
 from rlite.layout.megatron import MegatronPlacement
 from rlite.layout.parallel import EngineLayout, ParallelLayout
 from rlite.layout.vllm import VLLMPlacement
-from rlite.megatron.options import MegatronOptions
-from rlite.plan.activations import layer_elements, microbatches_in_flight, optimizer_step_bytes, working_bytes
+from rlite.megatron.options import MegatronOptions, OptimizerConfig
+from rlite.plan.activations import (
+    layer_elements,
+    microbatches_in_flight,
+    optimizer_step_bytes,
+    recomputed_elements,
+    working_bytes,
+)
 from rlite.plan.generation import engine_position, engine_weight_bytes, kv_bytes_per_token, kv_cache
 from rlite.plan.sizes import parse_size, show_size
 from rlite.plan.training import TrainingModel, flat_numel, stages
@@ -127,12 +133,51 @@ def test_activations_by_hand():
     working = working_bytes(plan, stage, 0)
     assert working.train_activations == 4 * 256 * (2 * kept + 4 * 64)
     assert working.score_activations == 4 * 256 * (kept + 4 * 64)
-    assert working.train_logits == 256 * 100 * 8 + 100 * 64 * 8
+    assert working.train_logits == 256 * 100 * 8 + 100 * 64 * 4
+    assert working.score_logits == 256 * 100 * 8
     assert optimizer_step_bytes(TrainingModel(plan).stage_bytes(stage)) == 2 * 4 * 96 * 64 * 2, "gate and up projection"
     full = replace(plan, megatron=MegatronOptions(recompute="full"))
-    repeated = 2 * 64
-    assert layer_elements(full, moe=False) == kept - repeated
-    assert working_bytes(full, stage, 0).train_activations == 4 * 256 * (2 * 64 + kept - repeated + 4 * 64)
+    # Two inputs are kept; the layer that is computed again has its input already.
+    assert working_bytes(full, stage, 0).train_activations == 4 * 256 * (2 * 64 + kept - 64 + 4 * 64)
+    selective = replace(plan, megatron=MegatronOptions(recompute="selective", recompute_modules=("core_attn", "mlp")))
+    repeated, feed_forward = 2 * 64, 4 * 96
+    again = repeated + feed_forward
+    assert recomputed_elements(selective, moe=False) == again
+    assert working_bytes(selective, stage, 0).train_activations == 4 * 256 * (2 * (kept - again) + again + 4 * 64)
+
+
+def test_recompute_of_experts_and_latent_attention_by_hand():
+    """Up-projections: queries twice, keys without rotation, values. `moe` holds the shared experts, which count once."""
+    small = job(DSV3, world_size=8, layout=ParallelLayout(ep=8))
+
+    def again(*modules: str) -> float:
+        options = MegatronOptions(recompute="selective", recompute_modules=modules)
+        return recomputed_elements(replace(small, megatron=options), moe=True)
+
+    assert again("mla_up_proj") == 2 * 128 * 192 + 128 * (128 + 128)
+    assert again("layernorm") == 2 * 7168
+    assert again("shared_experts") == 4 * 2048
+    assert again("mlp") == 0
+    assert again("moe", "shared_experts") == again("moe") > 2 * 8 * 7168
+    assert again("moe") < layer_elements(small, moe=True)
+
+
+def test_dtypes_of_gradients_and_moments_are_counted():
+    plan = job(train_dtype="bfloat16")
+    (stage,) = stages(plan.architecture, plan.layout)
+    base = TrainingModel(plan).stage_bytes(stage)
+    elements = base.weights // 2
+    assert (base.gradients, base.gradient_copies, base.optimizer) == (4 * elements, 0, 12 * base.owned)
+    lean = replace(
+        plan,
+        megatron=MegatronOptions(grad_reduce_in_fp32=False),
+        optimizer=OptimizerConfig(exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"),
+    )
+    held = TrainingModel(lean).stage_bytes(stage)
+    assert (held.gradients, held.gradient_copies, held.optimizer) == (2 * elements, 4 * held.owned, 8 * held.owned)
+    assert optimizer_step_bytes(held) == optimizer_step_bytes(base) + 4 * held.owned
+    critic = TrainingModel(lean, critic=True).stage_bytes(stage)
+    assert critic.optimizer == 12 * critic.owned, "it has an optimizer config of its own"
 
 
 def test_sizes_are_read_and_shown():

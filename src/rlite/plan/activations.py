@@ -27,8 +27,8 @@ class WorkingBytes:
 
 
 def optimizer_step_bytes(held: TrainingBytes) -> int:
-    """Two fp32 temporaries of one weight at a time: the denominator of AdamW, and its root."""
-    return 2 * 4 * held.largest_shard
+    """fp32 copies of gradients in less, and two temporaries of one weight at a time: AdamW's denominator, and its root."""
+    return held.gradient_copies + 2 * 4 * held.largest_shard
 
 
 def working_bytes(job: PlanJob, stage: Stage, stage_index: int) -> WorkingBytes:
@@ -39,12 +39,10 @@ def working_bytes(job: PlanJob, stage: Stage, stage_index: int) -> WorkingBytes:
         layer["moe"] = layer_elements(job, moe=True)
     counts = {"dense": sum(c.dense_layers for c in stage), "moe": sum(c.moe_layers for c in stage)}
     largest = max((layer[kind] for kind, count in counts.items() if count), default=0.0)
-    hidden = job.architecture.hidden_size / job.layout.tp
-    stored = {kind: hidden if job.megatron.recompute == "full" else layer[kind] for kind in layer}
-    per_microbatch = sum(count * stored[kind] for kind, count in counts.items())
+    again = {kind: recomputed_elements(job, moe=kind == "moe") if counts[kind] else 0.0 for kind in layer}
+    per_microbatch = sum(count * (layer[kind] - again[kind]) for kind, count in counts.items())
     train = microbatches_in_flight(job, stage_index) * per_microbatch
-    if job.megatron.recompute == "full":
-        train += largest  # the layer that is being recomputed
+    train += max(again.values())  # of the one layer that is being recomputed
     head = 4 * job.architecture.hidden_size if any(chunk.has_head for chunk in stage) else 0
     return WorkingBytes(
         train_activations=int(tokens * itemsize * (train + head)),
@@ -74,19 +72,51 @@ def layer_elements(job: PlanJob, *, moe: bool) -> float:
     return (norms + _attention_elements(job) + feed_forward) / job.layout.tp
 
 
+def recomputed_elements(job: PlanJob, *, moe: bool) -> float:
+    """Those of `layer_elements` that are dropped in the forward pass and made again in the backward pass."""
+    arch, options, tp = job.architecture, job.megatron, job.layout.tp
+    if options.recompute == "none":
+        return 0.0
+    if options.recompute == "full":
+        return layer_elements(job, moe=moe) - arch.hidden_size / tp  # its input stays
+    elements = {"core_attn": _repeated_elements(job), "layernorm": 2.0 * arch.hidden_size}
+    elements["mla_up_proj"] = _up_projected_elements(job) if arch.mla is not None else 0.0
+    if moe:
+        assert arch.moe is not None
+        shared = 4 * arch.moe.shared_intermediate_size
+        elements |= {"moe": _moe_elements(job)} if "moe" in options.recompute_modules else {"shared_experts": shared}
+    else:
+        elements["mlp"] = 4 * arch.intermediate_size
+    return sum(elements.get(module, 0.0) for module in set(options.recompute_modules)) / tp
+
+
 def _attention_elements(job: PlanJob) -> float:
     """Projections before and after rotation, what the kernel keeps, and the input of the output projection."""
     arch = job.architecture
     if arch.mla is None:
         q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        # Keys and values are repeated for every query head; `selective` computes the core attention again.
-        repeated = 2 * q if kv < q and job.megatron.recompute == "none" else 0
-        return (q + 2 * kv) + (q + kv) + repeated + q
+        return (q + 2 * kv) + (q + kv) + _repeated_elements(job) + q
     mla, heads = arch.mla, arch.num_heads
     q = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
     value = heads * mla.v_head_dim
     compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.qk_rope_head_dim
-    return compressed + 2 * q + (heads * mla.qk_nope_head_dim + value) + q + value + value
+    return compressed + _up_projected_elements(job) + q + value + value
+
+
+def _repeated_elements(job: PlanJob) -> float:
+    """Keys and values, repeated for every query head inside the core attention."""
+    arch = job.architecture
+    if arch.mla is not None or arch.num_kv_heads == arch.num_heads:
+        return 0.0
+    return 2.0 * arch.num_heads * arch.head_dim
+
+
+def _up_projected_elements(job: PlanJob) -> float:
+    """Queries before and after rotation, keys and values out of the latent space."""
+    mla, heads = job.architecture.mla, job.architecture.num_heads
+    assert mla is not None
+    q = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    return 2.0 * q + heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def _moe_elements(job: PlanJob) -> float:
@@ -103,7 +133,8 @@ def _logits_bytes(job: PlanJob, *, train: bool) -> int:
     itemsize = DTYPE_BYTES[job.train_dtype]
     rows = padded_vocab(job.architecture, job.layout) // job.layout.tp
     tokens = min(job.megatron.logprob_chunk_tokens, job.microbatch_tokens)
-    # Two fp32 matrices at a time, beside the product in compute dtype.
-    chunk = tokens * rows * (8 + (itemsize if itemsize < 4 else 0))
-    head_gradient = rows * job.architecture.hidden_size * (4 + itemsize) if train else 0
-    return chunk + head_gradient
+    chunk, head = tokens * rows, rows * job.architecture.hidden_size
+    if not train:
+        return 8 * chunk  # fp32 logits and their softmax
+    # The fp32 gradient of the LM head lies beside them, later beside the gradient of the logits and a product of its size.
+    return max(8 * chunk + 4 * head, itemsize * chunk + (4 + itemsize) * head)

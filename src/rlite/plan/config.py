@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rlite.algorithms.presets import algorithm_config
 from rlite.config import BatchConfig
 from rlite.layout.parallel import ParallelLayout
-from rlite.megatron.options import MegatronOptions
+from rlite.megatron.options import MegatronOptions, OptimizerConfig
 from rlite.memory.budget import DeviceBudget
 from rlite.memory.phases import OffloadPolicy
 from rlite.plan.job import GIB, Cluster, PlanJob
@@ -52,6 +52,8 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
         layout=_settings(ParallelLayout, strategy.get("layout")),
         megatron=_settings(MegatronOptions, strategy.get("megatron")),
         train_dtype=_train_dtype(trainer.get("precision") or "32-true"),
+        optimizer=_settings(OptimizerConfig, model_args.get("optimizer")),
+        critic_optimizer=_settings(OptimizerConfig, model_args.get("critic_optimizer")),
         engine=_settings(_ENGINES[rollout], callbacks[rollout].get("engine")),
         batch=batch,
         prompts_per_step=int(_required(data_args, "batch_size", key="data.batch_size")),

@@ -15,12 +15,12 @@ from rlite.plan.traffic import ReshardPlan, Transition, plan_reshard, transition
 
 _LABELS = {
     "policy_weights": "policy weights",
-    "gradients": "gradients (fp32)",
-    "optimizer_state": "optimizer state (fp32)",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
     "reference_weights": "reference weights",
     "critic_weights": "critic weights",
-    "critic_gradients": "critic gradients (fp32)",
-    "critic_optimizer_state": "critic optimizer (fp32)",
+    "critic_gradients": "critic gradients",
+    "critic_optimizer_state": "critic optimizer",
     "engine_weights": "engine weights",
     "kv_cache": "KV cache",
     "activations": "activations",

@@ -47,9 +47,11 @@ class TrainingBytes:
     weights: int
     """In compute dtype."""
     gradients: int
-    """fp32, one for each weight of this rank."""
+    """One for each weight of this rank, in fp32 or (`grad_reduce_in_fp32 = false`) the dtype of the weights."""
+    gradient_copies: int
+    """fp32 gradients of this rank's share, which the optimizer step makes where gradients are not in fp32."""
     optimizer: int
-    """Two fp32 moments, and fp32 main weights when the weights are bf16; this rank's share, padding included."""
+    """Two moments, and fp32 main weights when the weights are bf16; this rank's share, padding included."""
     owned: int
     """Elements in that share."""
     largest_shard: int
@@ -92,6 +94,7 @@ class TrainingModel:
 
     def __init__(self, job: PlanJob, *, critic: bool = False) -> None:
         self.job, layout = job, job.layout
+        self.optimizer = job.critic_optimizer if critic else job.optimizer
         arch = replace(job.architecture, tied_embeddings=False) if critic else job.architecture
         self._shares_embedding = arch.tied_embeddings and layout.pp > 1
         one_stage = replace(layout, pp=1, vpp=1, first_stage_layers=None, last_stage_layers=None)
@@ -110,11 +113,14 @@ class TrainingModel:
         expert_sizes = [flat_numel(buffer, expert_ranks) for buffer in experts]
         elements = sum(sizes) + sum(expert_sizes)
         owned = sum(sizes) // dense_ranks + sum(expert_sizes) // expert_ranks
-        copies = 2 + (self.job.train_dtype != "float32")
+        moments = DTYPE_BYTES[self.optimizer.exp_avg_dtype] + DTYPE_BYTES[self.optimizer.exp_avg_sq_dtype]
+        main_weights = 0 if self.job.train_dtype == "float32" else 4
+        gradient = 4 if self.job.megatron.grad_reduce_in_fp32 else DTYPE_BYTES[self.job.train_dtype]
         return TrainingBytes(
             weights=elements * DTYPE_BYTES[self.job.train_dtype],
-            gradients=4 * elements,
-            optimizer=4 * copies * owned,
+            gradients=gradient * elements,
+            gradient_copies=4 * owned if gradient < 4 else 0,
+            optimizer=(moments + main_weights) * owned,
             owned=owned,
             largest_shard=min(owned, max(max(bucket) for buffer in dense + experts for bucket in buffer)),
         )
