@@ -34,6 +34,8 @@ RUN = (
 )  # fmt: skip
 MOMENTS = ("start", "generate", "to generate", "logprob", "train", "to train", "save", "renaming")
 COMPARED = ("loss", "reward/mean", "grad_norm", "entropy", "lr", "rollout_step")
+STARTED: list[subprocess.Popen] = []
+"""None of them outlives this program."""
 _RECORD_BYTES = 32
 _POLL_S = 0.0005
 
@@ -81,7 +83,12 @@ def main() -> None:
     parser.add_argument("--timeout_s", type=float, default=300, help="of each start")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rlite-kill-") as folder:
-        print(json.dumps(measure(args, Path(folder))))
+        try:
+            print(json.dumps(measure(args, Path(folder))))
+        finally:
+            for process in STARTED:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -179,11 +186,13 @@ class Launch:
             self.resumes += 1
             resume = ["--ckpt_path=last"]
         paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "rlite", *self.arguments, *resume],
             cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}, start_new_session=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+        STARTED.append(process)
+        return process
 
     def _wait_for(self, moment: str, process: subprocess.Popen) -> None:
         """Until the run comes to `moment` next."""
