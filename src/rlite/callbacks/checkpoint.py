@@ -67,9 +67,8 @@ class RolloutCheckpoint(ModelCheckpoint):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             if self._last_global_step_saved != trainer.global_step:
-                self._last_checkpoint_saved = (
-                    ""  # not among the best: `last.ckpt` is no link to one, but saved by itself
-                )
+                # It is not among the best: `last.ckpt` is no link to one, but saved by itself.
+                self._last_checkpoint_saved = ""
             self._save_last_checkpoint(trainer, candidates)
 
     @override

@@ -53,8 +53,8 @@ class PendingSave:
     def _prepare(self, trainer_state: Mapping[str, Any]) -> None:
         if (self.partial / "COMPLETE").is_file():
             put_in_place(self.partial, self.path)  # an earlier save was killed just before
-        for unfinished in self.path.parent.glob(".*.ckpt.partial"):
-            if not (unfinished / "COMPLETE").is_file():
+        for unfinished in [self.partial, *self.path.parent.glob(".*.ckpt.partial")]:
+            if unfinished.is_dir() and not (unfinished / "COMPLETE").is_file():
                 shutil.rmtree(unfinished)
         self.partial.mkdir(parents=True)
         buffer = io.BytesIO()  # into a file torch would report a full disk as "iostream error"
