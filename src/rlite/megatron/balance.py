@@ -51,7 +51,7 @@ class LayerBalance:
     def __init__(self, router: TopKRouter, *, coeff: float) -> None:
         self.router = router
         self.coeff = coeff
-        self.load_E = torch.zeros(router.config.num_moe_experts, dtype=torch.float64, device=router.weight.device)
+        self.load_E = torch.zeros(router.config.num_moe_experts, dtype=torch.int64, device=router.weight.device)
         """Tokens of this rank sent to each expert since `reset`."""
         self.aux_loss = torch.zeros((), dtype=torch.float32, device=router.weight.device)
         """This rank's part of the auxiliary loss since `reset`, without the coefficient."""
@@ -75,7 +75,7 @@ class LayerBalance:
         if not (self.router.training and torch.is_grad_enabled()):
             return probs_RE, routes_RE
         groups = self._expected.popleft()
-        self.load_E += groups.sums(routes_RE.double()).sum(0)
+        self.load_E += groups.sums(routes_RE.long()).sum(0)
         if self.coeff and groups.tokens_S.numel():
             loss = self._aux_loss(logits.view(routes_RE.shape), groups)
             self.aux_loss += loss.detach()
@@ -154,7 +154,7 @@ class RouterBalance:
             return
         load_LE = torch.stack([layer.load_E for layer in layers])
         dist.all_reduce(load_LE, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-        direction_LE = torch.sign(load_LE.mean(1, keepdim=True) - load_LE)
+        direction_LE = torch.sign(load_LE.sum(1, keepdim=True) - load_LE.size(1) * load_LE)
         for layer, direction_E in zip(layers, direction_LE, strict=True):
             layer.router.expert_bias.add_(direction_E.to(torch.float32), alpha=self._rate)
 
