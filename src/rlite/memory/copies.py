@@ -75,14 +75,16 @@ class Copier:
             self._worker = self._worker or ThreadPoolExecutor(max_workers=1, thread_name_prefix="onload")
             return BackgroundCopy(self._worker.submit(copy_all, pairs), nbytes=_nbytes(pairs))
         first, last = (torch.Event(self._stream.device, enable_timing=True) for _ in range(2))
-        first.record(self._stream)
-        self._queue(pairs)
+        self._queue(pairs, first=first)
         last.record(self._stream)
         return BackgroundCopy((first, last), nbytes=_nbytes(pairs))
 
-    def _queue(self, pairs: Sequence[CopyPair]) -> None:
+    def _queue(self, pairs: Sequence[CopyPair], *, first: torch.Event | None = None) -> None:
+        """Behind what the device computes now; `first` is recorded when the copies begin."""
         assert self._stream is not None
         self._stream.wait_stream(torch.accelerator.current_stream())
+        if first is not None:
+            first.record(self._stream)
         with self._stream:
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
