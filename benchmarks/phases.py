@@ -1,9 +1,10 @@
 """What memory offload gives: the demo with and without it, rollout by rollout in turns, in one run under one device budget.
 
     python benchmarks/phases.py
+    python benchmarks/phases.py --device_budget_mib 29      # a device that is small for the model: the KV cache is what is short
 
 The last line is JSON, of the rank with the most bytes. Peaks are compared with the same KV cache, tokens in the KV cache and
-throughput under the same budget: what a rank holds without offload. On a CPU device bytes are those of residents' storages.
+throughput under the same budget: what a rank holds without offload, or `--device_budget_mib`. On a CPU device bytes are those of residents' storages.
 
 Throughput: neighbouring rollouts with and without offload, in changing order, sample the same completions; what counts is the
 median of the pairs' ratios, with quartiles. On a CPU its clock is the CPU time of the process, which other processes of the
@@ -40,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/grpo_demo_cpu.yaml")
     parser.add_argument("--rollouts", type=int, default=48, help="the first 8 are not counted")
+    parser.add_argument("--device_budget_mib", type=float, help="of a rank; by default what it holds without offload")
     parser.add_argument("--timeout_s", type=float, default=1200)
     args = parser.parse_args()
     if args.rollouts < 2 * len(TURNS) or args.rollouts % len(MODES):
@@ -51,13 +53,14 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, folder: Path, result: Path) -> None:
+    budget = "null" if args.device_budget_mib is None else int(args.device_budget_mib * 2**20)
     command = [
         *(sys.executable, "-m", "rlite", "fit", "--config", args.config, "--model.init_from=null"),
         "--model.optimizer.lr=0",  # completions stay as long as they are
         f"--trainer.limit_train_batches={args.rollouts}",
         "--trainer.enable_checkpointing=false",
         f"--trainer.logger.init_args={{save_dir: {folder}, name: run, version: ''}}",
-        f"--trainer.callbacks+={{class_path: phases.InTurns, init_args: {{result: {result}}}}}",
+        f"--trainer.callbacks+={{class_path: phases.InTurns, init_args: {{result: {result}, budget_bytes: {budget}}}}}",
     ]
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}
@@ -101,8 +104,9 @@ class Step:
 class InTurns(Callback):
     """Runs every rollout in another mode and writes what they held."""
 
-    def __init__(self, result: str) -> None:
+    def __init__(self, result: str, budget_bytes: int | None = None) -> None:
         self.result = Path(result)
+        self.budget_bytes = budget_bytes
         self.steps: list[Step] = []
         self.prompts: Any = None
         self.requests: Any = None
@@ -132,7 +136,7 @@ class InTurns(Callback):
         if not with_offload:
             phases.residents[GRADIENTS].onload()
         if mode in ("with", "without"):
-            phases.budget = DeviceBudget(limit_bytes=self.steps[0].peak_bytes)
+            phases.budget = DeviceBudget(limit_bytes=self.budget_bytes or self.steps[0].peak_bytes)
         else:
             rollout = next(callback for callback in trainer.callbacks if hasattr(callback, "engine_config"))
             phases.budget = SameCache(rollout.engine_config.kv_cache_memory_bytes)
@@ -160,6 +164,7 @@ class InTurns(Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         facts = summary(self.steps[len(TURNS) :]) | {"throughput_clock": self.clock.__name__}
+        facts["device_budget_bytes"] = self.budget_bytes or facts["peak_bytes_without"]
         ranks: list[Any] = [facts] * trainer.world_size
         if trainer.world_size > 1:
             dist.all_gather_object(ranks, facts)
@@ -185,7 +190,6 @@ def summary(steps: list[Step]) -> dict[str, Any]:
     entered = {entry.phase: [step.entry(Phase(entry.phase)) for step in offloaded] for entry in offloaded[0].entries}
     return {
         "train_state_bytes_in_generate": max(held),
-        "device_budget_bytes": peak["same_cache_without"],
         "peak_bytes_with": peak["same_cache_with"],
         "peak_bytes_without": peak["same_cache_without"],
         "peak_ratio": round(peak["same_cache_with"] / peak["same_cache_without"], 3),
