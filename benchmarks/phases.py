@@ -1,10 +1,11 @@
 """What memory offload gives: the demo with and without it, rollout by rollout in turns, in one run under one device budget.
 
     python benchmarks/phases.py
-    python benchmarks/phases.py --device_budget_mib 29      # a device that is small for the model: the KV cache is what is short
+    python benchmarks/phases.py --device_budget_mib 29      # a small device: the KV cache is what is short
 
 The last line is JSON, of the rank with the most bytes. Peaks are compared with the same KV cache, tokens in the KV cache and
-throughput under the same budget: what a rank holds without offload, or `--device_budget_mib`. On a CPU device bytes are those of residents' storages.
+throughput under the same budget: what a rank holds without offload, or `--device_budget_mib`. On a CPU device bytes are
+those of residents' storages.
 
 Throughput: neighbouring rollouts with and without offload, in changing order, sample the same completions; what counts is the
 median of the pairs' ratios, with quartiles. On a CPU its clock is the CPU time of the process, which other processes of the
