@@ -18,7 +18,7 @@ COMMON = (
 
 
 LONGER = (
-    "--trainer.callbacks=[{class_path: rlite.callbacks.VLLMRollout, init_args: {engine: {tp: 2, dtype: float32, "
+    "--trainer.callbacks=[{class_path: rlite.callbacks.VLLMRollout, init_args: {engine: {tp: 1, dtype: float32, "
     "max_model_len: 32, kv_cache_memory_bytes: 33554432}, sampling: {max_tokens: 24}}}, "
     "{class_path: rlite.callbacks.EP2TPConversion}, {class_path: rlite.callbacks.MemoryOffload}]",
     "--model.rewards=[{fn: soft_overlong, options: {max_tokens: 24, cache_tokens: 24}}]",
