@@ -127,7 +127,7 @@ class Launch:
 
     def __init__(self, args: argparse.Namespace, folder: Path, rollouts: int) -> None:
         self.folder, self.timeout_s = folder, args.timeout_s
-        self.watched = folder.with_name(f"{folder.name}.moment")
+        self.watched, self.output = (folder.with_name(f"{folder.name}.{what}") for what in ("moment", "log"))
         saving = f"{{every_n_rollouts: 1, asynchronous: {str(args.asynchronous).lower()}}}"
         self.arguments = (
             *RUN,
@@ -140,22 +140,25 @@ class Launch:
 
     def finish(self) -> None:
         process = self._start()
-        output, _ = process.communicate(timeout=self.timeout_s)
+        process.wait(timeout=self.timeout_s)
         if process.returncode != 0:
-            raise RuntimeError(f"exit code {process.returncode}\n{output}")
+            raise RuntimeError(f"exit code {process.returncode}\n{self.output.read_text()}")
 
     def finish_watched(self) -> dict[str, float]:
         """The same; returns the mean seconds of each moment."""
         process, before, began_s = self._start(), "start", time.monotonic()
         seconds, times = collections.Counter(), collections.Counter()
+        deadline = time.monotonic() + self.timeout_s
         while process.poll() is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the run did not end within {self.timeout_s} s\n{self.output.read_text()}")
             moment, now_s = self._moment(), time.monotonic()
             seconds[before] += now_s - began_s
             times[moment] += moment != before
             before, began_s = moment, now_s
             time.sleep(_POLL_S)
         if process.returncode != 0:
-            raise RuntimeError(f"exit code {process.returncode}\n{process.communicate()[0]}")
+            raise RuntimeError(f"exit code {process.returncode}\n{self.output.read_text()}")
         return {moment: seconds[moment] / max(times[moment], 1) for moment in seconds}
 
     def kill(self, moment: str, *, occurrence: int, delay_s: float) -> str:
@@ -186,11 +189,12 @@ class Launch:
             self.resumes += 1
             resume = ["--ckpt_path=last"]
         paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlite", *self.arguments, *resume],
-            cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+        with self.output.open("w") as output:  # a pipe that nobody reads would fill up and stop the run
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rlite", *self.arguments, *resume],
+                cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths}, start_new_session=True,
+                stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         STARTED.append(process)
         return process
 
@@ -200,7 +204,7 @@ class Launch:
         for is_there in (False, True):
             while (self._moment() == moment) is not is_there:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the run ended or hung before {moment}\n{process.communicate()[0]}")
+                    raise RuntimeError(f"the run ended or hung before {moment}\n{self.output.read_text()}")
                 time.sleep(_POLL_S)
 
     def _moment(self) -> str:

@@ -16,7 +16,7 @@ def _exchange(layout: ParallelLayout) -> list[Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = layout.coordinates(rank, world).dp
     outgoing = [(mine, to, torch.full((1 + 3 * mine,), to)) for to in range(layout.dp(world))]
-    return [(source, to, tensor.tolist()) for source, to, tensor in exchange_objects(outgoing, torch.device("cpu"))]
+    return [(source, to, tensor.tolist()) for source, to, tensor in exchange_objects(outgoing)]
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ def apply(config: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     config = copy.deepcopy(config)
     for key, value in settings.items():
         owner, *path, last = key.split(".")
-        if owner in ("trainer", "strategy"):
-            place = (
-                config["trainer"] if owner == "trainer" else config["trainer"]["strategy"].setdefault("init_args", {})
-            )
+        if path[:1] == ["strategy"]:
+            place, path = config["trainer"]["strategy"].setdefault("init_args", {}), path[1:]
+        elif owner == "trainer":
+            place = config["trainer"]
         else:
             (callback,) = (c for c in config["trainer"]["callbacks"] if c["class_path"].endswith(owner))
             place = callback.setdefault("init_args", {})
@@ -77,7 +77,7 @@ def test_several_changes_are_combined_when_one_is_not_enough():
     assert not any(plan_memory(change.job).fits for change in single_changes(plan, plan_memory(plan)))
     (change,) = changes_that_fit(plan)
     assert plan_memory(change.job).fits
-    keys = {"strategy.megatron.max_tokens_per_microbatch", "VLLMRollout.engine.kv_cache_memory_bytes"}
+    keys = {"trainer.strategy.megatron.max_tokens_per_microbatch", "VLLMRollout.engine.kv_cache_memory_bytes"}
     assert keys <= change.settings.keys()
 
 
@@ -85,7 +85,7 @@ def test_combined_changes_leave_out_what_a_dearer_one_makes_needless():
     """Optimizer state decides: a larger tp is a step in the right direction, but only twice the devices get there."""
     config = load("grpo_dsv3")
     (change,) = changes_that_fit(job_from_config(config, cluster=Cluster(world_size=256, memory_bytes=50 * 2**30)))
-    assert "trainer.num_nodes" in change.settings and "strategy.layout.tp" not in change.settings
+    assert "trainer.num_nodes" in change.settings and "trainer.strategy.layout.tp" not in change.settings
 
 
 def test_kv_cache_that_holds_no_sequence_does_not_fit(capsys):

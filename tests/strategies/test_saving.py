@@ -4,7 +4,8 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,17 @@ def _state(policy: Policy) -> list[torch.Tensor]:
     return [flat.clone() for flat in flats]
 
 
-def _save(saver: CheckpointSaver, path: Path, policy: Policy, *, background: bool, step: int) -> None:
+def _save(
+    saver: CheckpointSaver,
+    path: Path,
+    policy: Policy,
+    *,
+    background: bool,
+    step: int,
+    before_planning: Callable[[], None] = lambda: None,
+) -> None:
     def plan(directory: Path) -> Iterator[ShardFiles]:
+        before_planning()
         yield plan_sharded(directory / "sharded", policy.chunks, policy.runner.optimizer)
 
     if background:
@@ -110,16 +120,21 @@ def _limit_file_size(rank: int, limit_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, resource.RLIM_INFINITY))
 
 
-def _fail_to_write(folder: Path, rank: int, limit_bytes: int, background: bool) -> tuple[str, list[torch.Tensor]]:
+def _fail_to_write(
+    folder: Path, rank: int, limit_bytes: int, background: bool, when: str
+) -> tuple[str, list[torch.Tensor]]:
     policy, scheduler = _policy()
     saver = CheckpointSaver()
     _train(policy, scheduler, range(1))
     expected = _state(policy)
     _save(saver, folder / "rollout-1.ckpt", policy, background=False, step=1)
     _train(policy, scheduler, range(1, 2))
-    _limit_file_size(rank, limit_bytes)
+    limit = partial(_limit_file_size, rank, limit_bytes)
+    if when == "at once":
+        limit()
     try:
-        _save(saver, folder / "rollout-2.ckpt", policy, background=background, step=2)
+        before = limit if when == "planning" else lambda: None
+        _save(saver, folder / "rollout-2.ckpt", policy, background=background, step=2, before_planning=before)
         saver.remove(str(folder / "rollout-1.ckpt"))
         saver.finish()
     except CheckpointError as error:
@@ -129,13 +144,18 @@ def _fail_to_write(folder: Path, rank: int, limit_bytes: int, background: bool) 
 
 
 @pytest.mark.parametrize(
-    ("rank", "limit_bytes", "background"),
-    [(1, 10_000, False), (0, 10_000, True), (0, 100, False)],  # the last one fails at trainer.pt already
+    ("rank", "limit_bytes", "background", "when"),
+    [
+        (1, 10_000, False, "at once"),
+        (0, 10_000, True, "at once"),
+        (0, 100, False, "at once"),  # at trainer.pt already
+        (0, 100, False, "planning"),  # at common.pt
+    ],
 )
 def test_a_write_error_stops_every_rank_and_leaves_what_was_there(
-    rank: int, limit_bytes: int, background: bool, tmp_path: Path
+    rank: int, limit_bytes: int, background: bool, when: str, tmp_path: Path
 ) -> None:
-    reports = run_world(2, _fail_to_write, tmp_path, rank, limit_bytes, background)
+    reports = run_world(2, _fail_to_write, tmp_path, rank, limit_bytes, background, when)
     for message, _ in reports:
         assert f"checkpoint {tmp_path}/rollout-2.ckpt was not written. Rank {rank}: " in message
         assert "File too large" in message

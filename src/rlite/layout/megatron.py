@@ -40,7 +40,7 @@ def pipeline_places(num_layers: int, layout: ParallelLayout) -> list[LayerPlace]
     for stage, layers in enumerate(per_stage):
         if layers % layout.vpp:
             raise ValueError(
-                f"strategy.layout.vpp = {layout.vpp} does not divide the {layers} layers of pipeline stage {stage}"
+                f"trainer.strategy.layout.vpp = {layout.vpp} does not divide the {layers} layers of pipeline stage {stage}"
             )
     return [
         LayerPlace(stage, chunk, index)
@@ -58,7 +58,7 @@ def _layers_per_stage(num_layers: int, layout: ParallelLayout) -> list[int]:
     even_stages, left = layout.pp - len(fixed), num_layers - sum(fixed)
     if left < 0 or (left % even_stages if even_stages else left):
         raise ValueError(
-            f"strategy.layout: {num_layers} layers on pp = {layout.pp} stages with first_stage_layers = {first} and "
+            f"trainer.strategy.layout: {num_layers} layers on pp = {layout.pp} stages with first_stage_layers = {first} and "
             f"last_stage_layers = {last} leave {left} layers for {even_stages} equal stages. Set "
             "first_stage_layers or last_stage_layers so that the rest divides."
         )
@@ -175,6 +175,6 @@ def _experts_per_rank(arch: Architecture, layout: ParallelLayout) -> int:
         return 1
     if arch.moe.num_experts % layout.ep:
         raise ValueError(
-            f"strategy.layout.ep = {layout.ep} does not divide the {arch.moe.num_experts} experts of the model"
+            f"trainer.strategy.layout.ep = {layout.ep} does not divide the {arch.moe.num_experts} experts of the model"
         )
     return arch.moe.num_experts // layout.ep

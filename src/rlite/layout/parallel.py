@@ -60,25 +60,25 @@ class ParallelLayout:
         """Raises ValueError with the equation when the layout cannot cover `world_size` ranks."""
         for axis in ("tp", "pp", "ep", "etp", "cp", "vpp"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"strategy.layout.{axis} = {getattr(self, axis)}: must be at least 1")
+                raise ValueError(f"trainer.strategy.layout.{axis} = {getattr(self, axis)}: must be at least 1")
         if world_size % self.model_parallel_size:
             raise ValueError(
-                f"strategy.layout: tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {self.model_parallel_size} does not divide "
-                f"world size {world_size} (devices * num_nodes). Change one of them so that tp*pp*cp*dp = world size."
+                f"trainer.strategy.layout: tp*pp*cp = {self.tp}*{self.pp}*{self.cp} = {self.model_parallel_size} does not "
+                f"divide world size {world_size} (devices * num_nodes). Change one of them so that tp*pp*cp*dp = world size."
             )
         expert_size = self.etp * self.ep * self.pp
         if world_size % expert_size:
             raise ValueError(
-                f"strategy.layout: etp*ep*pp = {self.etp}*{self.ep}*{self.pp} = {expert_size} does not divide world size "
-                f"{world_size} (devices * num_nodes). Change one of them so that etp*ep*pp*edp = world size."
+                f"trainer.strategy.layout: etp*ep*pp = {self.etp}*{self.ep}*{self.pp} = {expert_size} does not divide "
+                f"world size {world_size} (devices * num_nodes). Change one of them so that etp*ep*pp*edp = world size."
             )
         if self.ep == 1 and self.etp != self.tp:
             raise ValueError(
-                f"strategy.layout: etp = {self.etp} != tp = {self.tp} with ep = 1: Megatron-core would reduce expert gradients "
-                f"over the wrong ranks. Set etp = {self.tp}, or ep > 1."
+                f"trainer.strategy.layout: etp = {self.etp} != tp = {self.tp} with ep = 1: Megatron-core would reduce expert "
+                f"gradients over the wrong ranks. Set etp = {self.tp}, or ep > 1."
             )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"strategy.layout.vpp = {self.vpp} needs pp > 1 (pp = 1)")
+            raise ValueError(f"trainer.strategy.layout.vpp = {self.vpp} needs pp > 1 (pp = 1)")
 
     def coordinates(self, rank: int, world_size: int) -> RankCoordinates:
         """Megatron-core's order: dense ranks count tp, cp, dp, pp; expert ranks count etp, ep, edp, pp."""

@@ -126,7 +126,10 @@ class RouterBalance:
         for layer in self._all:
             layer.reset()
         totals = torch.tensor([sum(row.token_ids.numel() for row in rows), len(rows)], dtype=torch.float64)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(
+            totals
+        )  # over the default group, which takes CPU tensors on any device; peers count the same rows
+        totals /= dist.get_world_size() / parallel_state.get_data_parallel_world_size()
         self._totals = (float(totals[0]), float(totals[1]))
 
     def expect(self, chunk: int, batch: MicroBatch) -> None:

@@ -85,7 +85,7 @@ class WeightRebuilder:
         for main, weights in self.shards:
             source = self.content_of(main)
             for piece, cast in zip(source.split(_CAST_ELEMENTS), weights.split(_CAST_ELEMENTS), strict=True):
-                cast.copy_(piece)
+                cast.copy_(piece.to(cast.device))  # first over: `copy_` would cast on the host
             copied += source.nbytes if source.data_ptr() != main.data_ptr() else 0
         for chunk in self.chunks:
             chunk.start_param_sync()

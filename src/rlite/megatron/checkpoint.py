@@ -54,11 +54,18 @@ def plan_sharded(
 
     Raises:
         FileExistsError: `path` exists and is not empty.
+        OSError: it could not be made.
     """
     path = Path(path)
+    problem: list[str | None] = [None]
     if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = [str(error)]
+    dist.broadcast_object_list(problem, src=0)  # all ranks raise, or none
+    if problem[0] is not None:
+        raise OSError(problem[0])
     if any(path.iterdir()):
         raise FileExistsError(f"{path} is not empty: a checkpoint needs a directory of its own")
     dist.barrier()  # nobody writes before everybody looked

@@ -302,8 +302,10 @@ def validate_divisibility(arch: Architecture, layout: ParallelLayout) -> None:
             ("shared expert size", arch.moe.shared_intermediate_size, "tp", layout.tp),
         ]
     elif layout.ep > 1:
-        raise ValueError(f"strategy.layout.ep = {layout.ep}: {arch.model_type} has no experts, set ep = 1")
+        raise ValueError(f"trainer.strategy.layout.ep = {layout.ep}: {arch.model_type} has no experts, set ep = 1")
     for name, size, axis, ranks in checks:
         if size % ranks:
-            raise ValueError(f"strategy.layout.{axis} = {ranks} does not divide {name} = {size} ({arch.model_type})")
+            raise ValueError(
+                f"trainer.strategy.layout.{axis} = {ranks} does not divide {name} = {size} ({arch.model_type})"
+            )
     pipeline_places(arch.num_layers, layout)

@@ -52,18 +52,20 @@ def check_process_groups(layout: ParallelLayout) -> None:
         )
 
 
-def exchange_objects(outgoing: Sequence[Any], device: torch.device) -> list[Any]:
-    """Gives `outgoing[r]` to rank r of this rank's data-parallel group; returns what each of them gave. Collective.
+def exchange_objects(outgoing: Sequence[Any]) -> list[Any]:
+    """Gives `outgoing[r]` to rank r of this rank's data-parallel group; returns what each of them gave. Collective over all.
 
-    Unlike an all-gather of objects it moves each only to where it goes.
+    Unlike an all-gather of objects it moves each only to where it goes; over the default group, which has gloo for the CPU
+    beside any device's backend, so that no device memory is needed.
     """
-    group = parallel_state.get_data_parallel_group()
-    payloads = [pickle.dumps(value) for value in outgoing]
-    sizes = torch.tensor([len(payload) for payload in payloads], device=device)
+    peers = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    payloads = dict(zip(peers, (pickle.dumps(value) for value in outgoing), strict=True))
+    sizes = torch.tensor([len(payloads.get(rank, b"")) for rank in range(dist.get_world_size())])
     incoming = torch.empty_like(sizes)
-    dist.all_to_all_single(incoming, sizes, group=group)
+    dist.all_to_all_single(incoming, sizes)
     send_sizes, receive_sizes = sizes.tolist(), incoming.tolist()
-    sent = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(device)
-    received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-    return [pickle.loads(part.cpu().numpy().tobytes()) for part in received.split(receive_sizes)]
+    sent = torch.frombuffer(bytearray(b"".join(payloads[rank] for rank in sorted(payloads))), dtype=torch.uint8)
+    received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+    dist.all_to_all_single(received, sent, receive_sizes, send_sizes)
+    parts = received.split(receive_sizes)
+    return [pickle.loads(parts[rank].numpy().tobytes()) for rank in peers]

@@ -12,6 +12,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rlite.megatron.bootstrap import capabilities
 from rlite.megatron.microbatch import MicroBatch
 
 
@@ -26,15 +27,15 @@ class Run(NamedTuple):
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Megatron-core's description of the sequences, with their lengths on the host: reading them back would wait for the
-    device in every layer."""
+    """Megatron-core's description of the sequences, with their lengths as numbers for our own attention."""
 
     lengths: tuple[int, ...] = ()
     """Of the sequences over all context-parallel ranks, padding included."""
 
     @classmethod
     def of(cls, batch: MicroBatch) -> "Packing":
-        device = batch.tokens_T.device
+        # Without Transformer Engine only the rotary embedding reads the bounds, as numbers: from a device it would wait.
+        device = batch.tokens_T.device if capabilities().transformer_engine else "cpu"
         bounds = torch.tensor([*batch.starts, batch.tokens_T.numel()], dtype=torch.int32, device=device)
         longest = max(batch.lengths)
         return cls(

@@ -125,6 +125,11 @@ class RouterReplay:
         """Of the whole model, so equal on every rank."""
         return self.num_layers > 0
 
+    def forget_mismatch(self) -> None:
+        """What passes without an update compared counts for nothing."""
+        for layer in self._all:
+            layer.mismatch = None
+
     def reset(self) -> None:
         """Before a run over micro-batches: a run that failed may have left some for recomputation."""
         for layer in self._all:

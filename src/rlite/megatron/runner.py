@@ -134,6 +134,7 @@ class PolicyRunner:
         """Zero gradients, then forward and backward over all micro-batches and reduction over ranks."""
         assert self.optimizer is not None
         self._set_training(True)
+        self.replay.forget_mismatch()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

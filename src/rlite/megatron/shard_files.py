@@ -5,13 +5,21 @@ vLLM's threads is not safe. Here a thread writes what was copied, and synchronou
 """
 
 import inspect
+import io
+import os
 import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -34,7 +42,9 @@ class ShardFiles:
         self.path = path
         strategy = _PlanOnly("torch_dist", 1, thread_count=1)
         wrapper = FullyParallelSaveStrategyWrapper(strategy, data_parallel_group)
-        dist_checkpointing.save(state, str(path), wrapper, async_sharded_save=True)
+        with _kept_common() as common:
+            dist_checkpointing.save(state, str(path), wrapper, async_sharded_save=True)
+        self._common = common.getvalue()
         self._writer, self._metadata = strategy.planned
         self._buckets = self._writer.write_buckets or []
 
@@ -49,6 +59,8 @@ class ShardFiles:
         Raises:
             RuntimeError, OSError: a write failed.
         """
+        if dist.get_rank() == 0:
+            _write_durably(self.path / COMMON_STATE_FNAME, self._common)
         transforms, written = [self._writer.transforms], []
         for file, key, (objects, tensors) in self._buckets:
             on_host = [(item, tensor.to("cpu")) for item, tensor in tensors]
@@ -79,3 +91,29 @@ class _PlanOnly(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
         self.planned = (writer, save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
+
+
+@contextmanager
+def _kept_common() -> Iterator[io.BytesIO]:
+    """Megatron-core writes the small state that all ranks share on rank 0, in the middle of collectives: an error there would
+    leave the other ranks waiting. In this context it goes into a buffer."""
+    buffer = io.BytesIO()
+
+    class Keep(TorchCommonSaveStrategy):
+        @override
+        def save_common(self, common_state_dict: Any, checkpoint_dir: str | Path) -> None:
+            torch.save(common_state_dict, buffer)
+
+    original = serialization.get_default_save_common_strategy
+    serialization.get_default_save_common_strategy = lambda *_, **__: Keep("torch", 1)
+    try:
+        yield buffer
+    finally:
+        serialization.get_default_save_common_strategy = original
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

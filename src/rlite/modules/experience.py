@@ -79,7 +79,8 @@ class Experience:
         )
 
     def engine_differences(self, indices: Sequence[int], live_N: Tensor) -> list[Tensor]:
-        """|trainer - engine| log-probabilities of the rows `indices`, before any update moved the trainer; on the CPU."""
+        """|trainer - engine| log-probabilities of the rows `indices`, on the CPU: the recorded ones of the trainer, or where
+        only the live ones are known (one update, or `old_policy` = rollout) those."""
         if self.old_logprobs is not None:
             trainer = [self.old_logprobs[i].cpu() for i in indices]
         else:

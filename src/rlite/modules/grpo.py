@@ -275,11 +275,12 @@ class GRPOModule(PolicyModule):
         return self.strategy.gather_data_parallel(mine)
 
     def _token_kl(self, experience: Experience) -> Tensor | None:
-        """KL penalty of each token for `kl_in_reward`, flat over this rank's rows."""
+        """KL penalty of each token for `kl_in_reward`, flat over this rank's rows, on the CPU as everything about rewards."""
         if not (self.algorithm.kl_in_reward and self.algorithm.needs_ref_logprobs):
             return None
         assert experience.old_logprobs is not None and experience.ref_logprobs is not None
-        return self.coefficients.kl * (torch.cat(experience.old_logprobs) - torch.cat(experience.ref_logprobs)).double()
+        old_N, ref_N = (torch.cat(logprobs).cpu() for logprobs in (experience.old_logprobs, experience.ref_logprobs))
+        return self.coefficients.kl * (old_N - ref_N).double()
 
     def _updates(self, experience: Experience, batch: RolloutBatch) -> dict[str, float]:
         strategy = self.strategy

@@ -95,9 +95,7 @@ class PPOModule(GRPOModule):
         strategy.enter(Phase.CRITIC)
         with strategy.stopwatch.timed("critic"):
             values = [row.cpu() for row in strategy.score_values(experience.rows)]
-            rewards_N = token_rewards(
-                rewards_B[mine], experience.lengths_B, token_kl_N=_cpu(self._token_kl(experience))
-            )
+            rewards_N = token_rewards(rewards_B[mine], experience.lengths_B, token_kl_N=self._token_kl(experience))
             values_N = torch.cat([torch.empty(0), *values])
             result = gae(rewards_N, values_N, experience.lengths_B, gamma=self.critic.gamma, lam=self.critic.lam)
             learned = self._update_critic(
@@ -135,10 +133,6 @@ class PPOModule(GRPOModule):
         metrics = summarize_metrics(add_metric_sums(sums))
         metrics["critic/loss"] /= len(sums)
         return metrics | {"critic/grad_norm": sum(grad_norms) / len(grad_norms)}
-
-
-def _cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()
 
 
 def _flat(parts: Sequence[Tensor], chosen: Sequence[int], like: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def _offload(job: PlanJob) -> Iterator[Change]:
 
 
 def _trainer(job: PlanJob) -> Iterator[Change]:
-    options, key = job.megatron, "strategy.megatron."
+    options, key = job.megatron, "trainer.strategy.megatron."
     half = options.logprob_chunk_tokens // 2
     if half >= _LEAST_LOGITS_TOKENS:
         changed = replace(options, logprob_chunk_tokens=half)
@@ -165,7 +165,7 @@ def _layout(job: PlanJob) -> Iterator[Change]:
         value = 2 * getattr(job.layout, axis)
         if axis != "ep" or job.architecture.moe is not None:
             changed = replace(job.layout, **{axis: value})
-            yield from _change(job, f"strategy.layout.{axis}", value, cost, layout=changed)
+            yield from _change(job, f"trainer.strategy.layout.{axis}", value, cost, layout=changed)
 
 
 def _devices(job: PlanJob) -> Iterator[Change]:

@@ -42,7 +42,7 @@ def job_from_config(config: Config, *, cluster: Cluster) -> PlanJob:
     sampling = _settings(SamplingConfig, callbacks[rollout].get("sampling"))
     policy_dir = _required(model_args, "policy", key="model.policy")
     batch, algorithm = _settings(BatchConfig, model_args.get("batch")), model_args.get("algorithm")
-    has_critic = _class_name(model) == "PPOModule"
+    has_critic = _class_name(model).endswith("PPOModule") or "critic" in model_args or "critic_optimizer" in model_args
     default = "ppo" if has_critic else "grpo"
     objective = algorithm_config(default if algorithm is None else algorithm)
     moves_away = batch.updates_per_rollout > 1 and objective.old_policy == "trainer"

@@ -295,7 +295,7 @@ class ColocatedRLStrategy(ParallelStrategy):
             return list(outgoing)
         from rlite.megatron.groups import exchange_objects
 
-        return exchange_objects(outgoing, self.root_device)
+        return exchange_objects(outgoing)
 
     def from_last_stage(self, values: Tensor) -> Tensor:
         """`values` of the last pipeline stage, the only one that computes losses."""

@@ -53,9 +53,10 @@ class PendingSave:
     def _prepare(self, trainer_state: Mapping[str, Any]) -> None:
         if (self.partial / "COMPLETE").is_file():
             put_in_place(self.partial, self.path)  # an earlier save was killed just before
-        for unfinished in [self.partial, *self.path.parent.glob(".*.ckpt.partial")]:
-            if unfinished.is_dir() and not (unfinished / "COMPLETE").is_file():
-                shutil.rmtree(unfinished)
+        folder = self.path.parent
+        for left in (self.partial, *folder.glob(".*.ckpt.partial"), *folder.glob(".*.ckpt.old")):
+            if left.is_dir() and not (left / "COMPLETE").is_file():
+                shutil.rmtree(left)
         self.partial.mkdir(parents=True)
         buffer = io.BytesIO()  # into a file torch would report a full disk as "iostream error"
         torch.save(dict(trainer_state), buffer)
@@ -197,8 +198,13 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """The marker goes first: a directory that is half removed must not be taken for a checkpoint."""
+    """The marker goes first: a directory that is half removed must not be taken for a checkpoint. Then its name: the next
+    save clears away what is left under a hidden one."""
     (directory / "COMPLETE").unlink(missing_ok=True)
+    if directory.is_dir() and not directory.name.startswith("."):
+        hidden = directory.with_name(f".{directory.name}.old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        directory = directory.rename(hidden)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -155,12 +155,7 @@ class PolicyState:
         from rlite.megatron.buffers import flat_optimizer_state, flat_parameters
 
         rebuild = self.phases.offload_policy.rebuild_weights
-        if self.optimizer is None and rebuild:
-            raise ValueError(
-                "MemoryOffload.rebuild_weights = true: only `rlite fit` has an optimizer, and so the fp32 main weights that "
-                "weights are made of; set it to false here"
-            )
-        if self.optimizer is None:
+        if self.optimizer is None:  # nothing to rebuild weights from: they are copied
             self.phases.register(FlatBuffers(self.WEIGHTS, (p.data for p in self.chunks.parameters())))
             return
         optimizer_state = FlatBuffers(self.OPTIMIZER, flat_optimizer_state(self.optimizer))
