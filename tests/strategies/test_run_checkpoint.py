@@ -69,5 +69,5 @@ def test_a_directory_stops_being_a_checkpoint_before_its_files_go(
     (checkpoint.path / "trainer.pt").touch()
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed here
     checkpoint.remove()
-    assert (checkpoint.path / "trainer.pt").exists()
-    assert newest_checkpoint(tmp_path) is None
+    assert (tmp_path / ".rollout-0.ckpt.old" / "trainer.pt").exists(), "the next save clears away what has this name"
+    assert not checkpoint.path.exists() and newest_checkpoint(tmp_path) is None
