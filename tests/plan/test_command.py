@@ -157,6 +157,9 @@ def test_ppo_counts_its_critic(capsys):
     assert run_plan(config) == 0
     text = capsys.readouterr().out
     assert "CRITIC" in text and "critic optimizer" in text and "VACANT" in text
+    for mine in ({"class_path": "mine.MyPPOModule"}, {"class_path": "mine.Other", "critic_optimizer": {"lr": 1e-5}}):
+        model = {"class_path": mine.pop("class_path"), "init_args": config["model"]["init_args"] | mine}
+        assert job_from_config(config | {"model": model}, cluster=Cluster(world_size=2)).has_critic
 
 
 @pytest.mark.parametrize(
