@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint smollm2 clean
+.PHONY: setup demo test test-slow lint smollm2 clean
 
 setup: $(STAMP)
 
@@ -20,7 +20,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest tests -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks
