@@ -92,6 +92,15 @@ class RolloutBatch:
     scored: bool = False
     """Whether the rollouts have their rewards."""
 
+    def groups(self, group_size: int) -> list[list[Rollout]]:
+        """The completions of each prompt, in order."""
+        return [self.rollouts[start : start + group_size] for start in range(0, len(self.rollouts), group_size)]
+
+    def hold(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Takes these groups, with their prompts, in the place of what it held."""
+        self.rollouts = [rollout for group in groups for rollout in group]
+        self.prompts = [group[0].prompt for group in groups]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRow:

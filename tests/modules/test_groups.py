@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlite.modules.groups import Balance, balanced_ranks, group_tokens, minibatches_of, receive, split_groups
+from rlite.modules.groups import Balance, balanced_ranks, group_tokens, minibatches_of, receive
 from rlite.types import Completion, Prompt, Rollout, RolloutBatch
 
 
@@ -75,4 +75,4 @@ def test_tokens_of_a_group_count_its_prompt_with_every_completion() -> None:
 
 def test_groups_are_split_in_order() -> None:
     rollouts = [*_rollouts(4, [1, 2]), *_rollouts(5, [3, 4])]
-    assert split_groups(rollouts, 2) == [rollouts[:2], rollouts[2:]]
+    assert RolloutBatch(prompts=[], rollouts=rollouts).groups(2) == [rollouts[:2], rollouts[2:]]

@@ -242,17 +242,14 @@ class RolloutCallback(Callback):
         sampled = batch
         while True:
             module.score(sampled)
-            groups = [sampled.rollouts[k : k + size] for k in range(0, len(sampled.rollouts), size)]
-            by_rank = strategy.gather_data_parallel(groups)
+            by_rank = strategy.gather_data_parallel(sampled.groups(size))
             pool.add(by_rank)
             if pool.is_full or pool.rounds == self.max_sampling_rounds:
                 break
             sampled = RolloutBatch(prompts=trainer.datamodule.more_prompts())  # type: ignore[attr-defined]
             # A prompt that a small data set yields again is sampled anew, not with the seeds it had.
             self._sample(trainer, engine, sampled, dataclasses.replace(job, first_sample=pool.rounds * size))
-        mine = pool.share(strategy.dp_rank, num_ranks=len(by_rank))
-        batch.prompts = [group[0].prompt for group in mine]
-        batch.rollouts = [rollout for group in mine for rollout in group]
+        batch.hold(pool.share(strategy.dp_rank, num_ranks=len(by_rank)))
         self._pool_metrics = pool.metrics()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlite.device import current_device
 from rlite.megatron.bootstrap import capabilities
-from rlite.megatron.packing import Packing, context_positions
+from rlite.megatron.packing import Packing, context_order, context_positions
 
 
 class RMSNorm(torch.nn.Module):
@@ -92,7 +92,7 @@ class CoreAttention(MegatronModule):
         positions = None
         if cp > 1:
             positions = context_positions(packed_seq_params.lengths, cp).to(query_THD.device)
-            order = torch.argsort(positions.flatten())
+            order = context_order(packed_seq_params.lengths, cp).to(query_THD.device)
             key_TGD = gather_from_sequence_parallel_region(key_TGD.contiguous(), group=self.cp_group)[order]
             value_TGD = gather_from_sequence_parallel_region(value_TGD.contiguous(), group=self.cp_group)[order]
         outputs = []

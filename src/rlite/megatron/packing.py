@@ -65,6 +65,12 @@ def _runs(lengths: Sequence[int]) -> Iterator[Run]:
 
 
 @lru_cache(maxsize=64)
+def context_order(lengths: tuple[int, ...], cp: int) -> Tensor:
+    """int64 `[T]` on the CPU: puts what the context-parallel ranks hold, one rank after the other, in the order of T."""
+    return torch.argsort(context_positions(lengths, cp).flatten())
+
+
+@lru_cache(maxsize=64)
 def context_positions(lengths: tuple[int, ...], cp: int) -> Tensor:
     """int64 `[cp, T / cp]` on the CPU: positions in T that each context-parallel rank holds, in its order.
 

@@ -6,7 +6,6 @@ vLLM's threads is not safe. Here a thread writes what was copied, and synchronou
 
 import inspect
 import io
-import os
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from typing_extensions import override
+
+from rlite.files import write_durably
 
 # Not the decorated function: its decorator switches garbage collection off for the whole process while it writes.
 _write_bucket = inspect.unwrap(FileSystemWriterAsync.write_preloaded_data)
@@ -60,7 +61,7 @@ class ShardFiles:
             RuntimeError, OSError: a write failed.
         """
         if dist.get_rank() == 0:
-            _write_durably(self.path / COMMON_STATE_FNAME, self._common)
+            write_durably(self.path / COMMON_STATE_FNAME, self._common)
         transforms, written = [self._writer.transforms], []
         for file, key, (objects, tensors) in self._buckets:
             on_host = [(item, tensor.to("cpu")) for item, tensor in tensors]
@@ -110,10 +111,3 @@ def _kept_common() -> Iterator[io.BytesIO]:
         yield buffer
     finally:
         serialization.get_default_save_common_strategy = original
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -28,10 +28,6 @@ def minibatches_of(num_groups: int, parts: int) -> list[range]:
     return [range(k * num_groups // parts, (k + 1) * num_groups // parts) for k in range(parts)]
 
 
-def split_groups(rollouts: Sequence[Rollout], group_size: int) -> list[Group]:
-    return [list(rollouts[start : start + group_size]) for start in range(0, len(rollouts), group_size)]
-
-
 def group_tokens(group: Group) -> int:
     """Tokens that training sees: every completion with its prompt."""
     return sum(len(rollout.prompt.token_ids) + len(rollout.completion.token_ids) for rollout in group)
@@ -109,6 +105,4 @@ class Balance:
 def receive(batch: RolloutBatch, received: Sequence[Sequence[tuple[int, Group]]]) -> None:
     """`batch` holds what the ranks sent, in the order of minibatches."""
     arrived = [item for from_rank in received for item in from_rank]
-    groups = [group for _, group in sorted(arrived, key=lambda item: item[0])]
-    batch.rollouts = [rollout for group in groups for rollout in group]
-    batch.prompts = [group[0].prompt for group in groups]
+    batch.hold([group for _, group in sorted(arrived, key=lambda item: item[0])])

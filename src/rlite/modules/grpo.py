@@ -36,7 +36,7 @@ from rlite.megatron.options import OptimizerConfig
 from rlite.memory import Phase
 from rlite.modules.base import PolicyModule
 from rlite.modules.experience import Experience
-from rlite.modules.groups import Balance, group_tokens, minibatches_of, receive, split_groups
+from rlite.modules.groups import Balance, group_tokens, minibatches_of, receive
 from rlite.modules.step import StepFacts, difference_sums, step_metrics
 from rlite.rewards import RewardRunner, RewardSpec
 from rlite.types import LossFn, LossOutput, RolloutBatch, TokenScores
@@ -176,22 +176,14 @@ class GRPOModule(PolicyModule):
                 except ValueError as error:
                     outcome = error
             outcomes = self.strategy.gather_data_parallel(outcome)
-        for failure in outcomes:
-            if isinstance(failure, ValueError):
-                raise failure
+        _raise_first(outcomes)
         for rollout, scored in zip(batch.rollouts, outcomes[self.strategy.dp_rank], strict=True):
             rollout.rewards, rollout.reward = scored.rewards, scored.total
         batch.scored = True
 
-    def _raise_everywhere(self, error: ValueError | None) -> None:
-        """A row that is wrong on one rank ends the run on all: the others would wait for it in the next collective."""
-        for failure in self.strategy.gather_data_parallel(error):
-            if failure is not None:
-                raise failure
-
     def _balance(self, batch: RolloutBatch) -> dict[str, float]:
         """Evens out the tokens of data-parallel ranks, within each optimizer step; returns how even they were and are."""
-        groups = split_groups(batch.rollouts, self.batch.group_size)
+        groups = batch.groups(self.batch.group_size)
         everyone = self.strategy.gather_data_parallel([group_tokens(group) for group in groups])
         if len(everyone) == 1:
             return {}
@@ -219,7 +211,7 @@ class GRPOModule(PolicyModule):
                     replace(row, experts=s.experts) for row, s in zip(experience.rows, scores, strict=True)
                 ]
             experience.entropy_threshold = self._entropy_threshold([s.entropy for s in scores])
-        self._raise_everywhere(experience.logprob_problem())
+        _raise_first(strategy.gather_data_parallel(experience.logprob_problem()))
 
     def _entropy_threshold(self, entropies: Sequence[Tensor]) -> float | None:
         """Entropy above which tokens are trained on, over the whole rollout step (`entropy_top_fraction`)."""
@@ -388,3 +380,10 @@ class GRPOModule(PolicyModule):
             device_name=self.strategy.device_name,
         )
         self.log_values(metrics, batch_size=max(1, len(batch.rollouts)))
+
+
+def _raise_first(gathered: Sequence[Any]) -> None:
+    """A row that is wrong on one rank ends the run on all: the others would wait for it in the next collective."""
+    for value in gathered:
+        if isinstance(value, ValueError):
+            raise value

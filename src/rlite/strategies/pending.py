@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rlite.files import write_durably
+
 if TYPE_CHECKING:
     from rlite.megatron.shard_files import ShardFiles
 
@@ -206,14 +208,6 @@ def remove_directory(directory: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         directory = directory.rename(hidden)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Returns when the bytes are on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(path: Path) -> None:
